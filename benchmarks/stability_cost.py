@@ -36,7 +36,7 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Loader, RankPart, Step
 from megastable.data.run_ledgers import Skipping
 from megastable.data.skips import Skips
 from megastable.engine import distributed, patches
@@ -147,9 +147,8 @@ def measure_costs(
 
 def _loader(config: RunConfig, corpora: Corpora) -> Loader:
     return Loader(
-        corpora.train, Skips.from_ranges([]), 0, config.batches, config.train.micro_batch, 0, 1,
-        config.data.keep_documents_apart, config.data.prefetch, pin_memory=distributed.choose_device().type == "cuda",
-        pieces=config.pieces,
+        corpora.train, Skips.from_ranges([]), 0, config.batches, RankPart(config.train.micro_batch), config.data,
+        pin_memory=distributed.choose_device().type == "cuda", pieces=config.pieces,
     )  # fmt: skip
 
 

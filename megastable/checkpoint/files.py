@@ -243,11 +243,8 @@ class Reader:
         self._read(8, memoryview(header_bytes))
         try:
             header_tree: Any = json.loads(header_bytes.decode())
-            tensor_entries = {
-                name: _entry(entry_fields, 8 + header_length)
-                for name, entry_fields in header_tree.items()
-                if name != "__metadata__"
-            }
+            header_tree.pop("__metadata__", None)
+            tensor_entries = {name: _entry(told, 8 + header_length) for name, told in header_tree.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"its header is invalid ({type(error).__name__})") from None
         next_byte = 8 + header_length
@@ -371,16 +368,11 @@ def measure_piece(flat: Tensor) -> PieceStatistics:
         square_sum += chunk_norm * chunk_norm
         value_sum += float(chunk.sum())
         chunk_absmax = max(-lowest_value, highest_value)
-        largest_absolute = (
-            chunk_absmax if chunk_absmax > largest_absolute or math.isnan(chunk_absmax) else largest_absolute
-        )
+        if chunk_absmax > largest_absolute or math.isnan(chunk_absmax):
+            largest_absolute = chunk_absmax
     nonfinite_count = 0 if math.isfinite(square_sum) else flat.numel() - int(flat.isfinite().sum())
-    return PieceStatistics(
-        nonfinite=nonfinite_count,
-        norm=math.sqrt(square_sum),
-        absmax=largest_absolute,
-        mean=value_sum / max(1, flat.numel()),
-    )
+    norm, mean = math.sqrt(square_sum), value_sum / max(1, flat.numel())
+    return PieceStatistics(nonfinite=nonfinite_count, norm=norm, absmax=largest_absolute, mean=mean)
 
 
 def skip_statistics(flat: Tensor) -> PieceStatistics:

@@ -76,11 +76,7 @@ class HeldPart(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_own_files(self) -> Self:
-        if (
-            not set(names_of(self.rank))
-            <= self.files.keys()
-            <= {*names_of(self.rank), *every_name(self.rank)}
-        ):
+        if not set(names_of(self.rank)) <= self.files.keys() <= set(every_name(self.rank)):
             raise ValueError(f"rank {self.rank} has no files such as {sorted(self.files)}")
         return self
 
@@ -123,11 +119,10 @@ def newest_complete(
     known_keys = {part.key for parts in held for part in parts}
     passed_over: dict[PointKey, str] = {}
     for key in sorted(known_keys, key=lambda key: (key.step, key.epoch, key.lineage), reverse=True):
-        assembled_point = _assembled(key, held)
-        passed_over[key] = refuse(key) or (assembled_point if isinstance(assembled_point, str) else "")
-        if not passed_over[key] and not isinstance(assembled_point, str):
-            del passed_over[key]
+        assembled_point = refuse(key) or _assembled(key, held)
+        if not isinstance(assembled_point, str):
             return assembled_point, passed_over
+        passed_over[key] = assembled_point
     return None, passed_over
 
 
@@ -147,14 +142,11 @@ def _assembled(key: PointKey, held: Sequence[Sequence[HeldPart]]) -> Complete | 
     if len(world_sizes) > 1:
         return f"its parts are of {' and of '.join(map(str, sorted(world_sizes)))} ranks"
     (world_size,) = world_sizes
-    missing_ranks = sorted(set(range(world_size)) - parts_by_rank.keys())
-    if missing_ranks or len(parts_by_rank) != world_size:
+    if missing_ranks := sorted(set(range(world_size)) - parts_by_rank.keys()):
         ranks_text = ", ".join(map(str, missing_ranks[:5])) + (", ..." if len(missing_ranks) > 5 else "")
-        return (
-            f"no host holds the part of rank {ranks_text}"
-            if missing_ranks
-            else "it has parts of ranks that there are not"
-        )
+        return f"no host holds the part of rank {ranks_text}"
+    if len(parts_by_rank) != world_size:
+        return "it has parts of ranks that there are not"
     return Complete(key, parts_by_rank, hosts_by_rank)
 
 
@@ -174,16 +166,11 @@ TRIES = 2  # of the same point: a third failure may be its own
 
 def explain_outdated(events: Sequence[Event], key: PointKey) -> str:
     """Why the point must not be used; "" if it may. events: of the journal, those of `HISTORY`, in order."""
-    start_indices = (
-        i
-        for i, journal_event in enumerate(events)
-        if isinstance(journal_event, Training) and journal_event.lineage == key.lineage
-    )
-    start_index = next(start_indices, None)
-    if start_index is None:
+    starts = [i for i, e in enumerate(events) if isinstance(e, Training) and e.lineage == key.lineage]
+    if not starts:
         return "the journal does not know it: of an earlier run in this directory"
     drop_count, same_processes, resume_count = 0, True, 0
-    for event in events[start_index + 1 :]:
+    for event in events[starts[0] + 1 :]:
         event_step = event.get("step")
         is_earlier = isinstance(event_step, int) and event_step < key.step
         if isinstance(event, Handover | Unstable):

@@ -146,12 +146,9 @@ def read_pin(checkpoint: Path) -> Pinned | None:
 
 def list_marker_problems(checkpoint: Path) -> list[str]:
     """Problems with the markers of a checkpoint, a sentence each."""
-    checked_rulings = (_about(checkpoint, marker_name, Ruling) for marker_name in (QUARANTINED, ACCEPTED))
-    return [
-        marker_problem
-        for _, marker_problem in (_about(checkpoint, HEALTH, Health), _pinned(checkpoint), *checked_rulings)
-        if marker_problem
-    ]
+    problems = [_about(checkpoint, HEALTH, Health)[1], _pinned(checkpoint)[1]]
+    problems += [_about(checkpoint, marker_name, Ruling)[1] for marker_name in (QUARANTINED, ACCEPTED)]
+    return [problem for problem in problems if problem]
 
 
 def _about(checkpoint: Path, name: str, model: type[M]) -> tuple[M | None, str]:
@@ -289,8 +286,6 @@ class StepsOnTrend:
         self._at = self._on_trend_since = step
 
     def _proven(self) -> list[int]:
-        proven_steps = [
-            saved_step for saved_step in self.pending if self.count_steps_on_trend(saved_step) >= self.after
-        ]
+        proven_steps = [step for step in self.pending if self.count_steps_on_trend(step) >= self.after]
         self._pending.difference_update(proven_steps)
         return proven_steps

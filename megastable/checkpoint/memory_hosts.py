@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import psutil
 import torch.distributed as dist
@@ -119,10 +119,19 @@ class _MemoryPeer:
     def take(self, path: Path, record: FileRecord) -> None:
         """Receive a file, which is in place once its hash is right. Raises OSError."""
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+        digest, receive_buffer, bytes_left = xxhash.xxh3_128(), memoryview(bytearray(CHUNK)), record.size
         try:
             with temporary_path.open("wb", buffering=0) as temporary_file:
-                received_hash = _received(self.file, temporary_file, record.size)
-            if received_hash != record.xxh3:
+                while bytes_left:
+                    byte_count = self.file.readinto(receive_buffer[: min(bytes_left, CHUNK)])
+                    if not byte_count:
+                        raise ConnectionResetError("the connection was closed in mid-file")
+                    digest.update(receive_buffer[:byte_count])
+                    unwritten_bytes = receive_buffer[:byte_count]
+                    while unwritten_bytes:
+                        unwritten_bytes = unwritten_bytes[temporary_file.write(unwritten_bytes) :]
+                    bytes_left -= byte_count
+            if digest.hexdigest() != record.xxh3:
                 raise wire.WireError(f"{path.name}: its hash is not the one announced")
             os.replace(temporary_path, path)
         finally:
@@ -136,20 +145,6 @@ class _MemoryPeer:
         self.socket.close()
 
 
-def _received(source: BinaryIO, target: BinaryIO, size: int) -> str:
-    digest, receive_buffer, bytes_left = xxhash.xxh3_128(), memoryview(bytearray(CHUNK)), size
-    while bytes_left:
-        byte_count = source.readinto(receive_buffer[: min(bytes_left, CHUNK)])  # type: ignore[attr-defined]
-        if not byte_count:
-            raise ConnectionResetError("the connection was closed in mid-file")
-        digest.update(receive_buffer[:byte_count])
-        unwritten_bytes = receive_buffer[:byte_count]
-        while unwritten_bytes:
-            unwritten_bytes = unwritten_bytes[target.write(unwritten_bytes) :]
-        bytes_left -= byte_count
-    return digest.hexdigest()
-
-
 class MemoryServer:
     """Keeps copies for other ranks in `folder`, and gives them back. Its threads end with the process.
 
@@ -158,13 +153,9 @@ class MemoryServer:
     """
 
     def __init__(
-        self,
-        folder: MemoryFolder,
-        address: str,
-        token: str,
-        refuse: Callable[[PointKey], str] = lambda _: "",
-        kept: Callable[[PointKey], bool] = lambda _: False,
-    ) -> None:
+        self, folder: MemoryFolder, address: str, token: str,
+        refuse: Callable[[PointKey], str] = lambda _: "", kept: Callable[[PointKey], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
         self.folder, self._token, self.refuse, self.kept = folder, token, refuse, kept
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listening = socket.create_server((address, 0), family=address_family)
@@ -198,10 +189,8 @@ class MemoryServer:
             connection.send({"nonce": own_nonce})
             client_greeting = connection.line(wire.GREETING)
             client_nonce = str(client_greeting.get("nonce"))
-            if not hmac.compare_digest(
-                str(client_greeting.get("proof")),
-                wire.make_proof(self._token, "client", client_nonce, own_nonce),
-            ):
+            wanted_proof = wire.make_proof(self._token, "client", client_nonce, own_nonce)
+            if not hmac.compare_digest(str(client_greeting.get("proof")), wanted_proof):
                 return
             connection.send({"proof": wire.make_proof(self._token, "server", own_nonce, client_nonce)})
             connection.socket.settimeout(None)  # until the next point; the kernel notices a peer that is gone
@@ -225,14 +214,13 @@ class MemoryServer:
                 self._seal(request)
             elif request.do == "get":
                 self._get(connection, request)
-                connection.socket.settimeout(None)
-                return
             else:
                 raise wire.WireError(f"no such request: {request.do!r}")
         except OSError as error:
             connection.send({"error": str(error)})
             raise
-        connection.send({"ok": True})
+        if request.do != "get":  # which is answered by the file
+            connection.send({"ok": True})
         connection.socket.settimeout(None)
 
     def _put(self, connection: _MemoryPeer, request: _Request) -> None:
@@ -279,13 +267,10 @@ class MemoryClient:
         server_socket = socket.create_connection((host, port), timeout=SECONDS)
         try:
             self._connection = _MemoryPeer(server_socket)
-            own_nonce, server_nonce = (
-                wire.make_nonce(),
-                str(self._connection.line(wire.GREETING).get("nonce")),
-            )
-            self._connection.send(
-                {"nonce": own_nonce, "proof": wire.make_proof(token, "client", own_nonce, server_nonce)}
-            )
+            server_nonce = str(self._connection.line(wire.GREETING).get("nonce"))
+            own_nonce = wire.make_nonce()
+            own_proof = wire.make_proof(token, "client", own_nonce, server_nonce)
+            self._connection.send({"nonce": own_nonce, "proof": own_proof})
             server_answer = self._connection.line(wire.GREETING)
             wanted_proof = wire.make_proof(token, "server", server_nonce, own_nonce)
             if not hmac.compare_digest(str(server_answer.get("proof")), wanted_proof):
@@ -358,9 +343,7 @@ class MemoryHosts:
         self.hosts = [memory_names.index(memory_view.memory) for memory_view in seen]
         self.host = self.hosts[self.rank]
         self.partner = assign_partners(self.hosts)[self.rank]
-        self.clients = [
-            rank for rank, partner_rank in enumerate(assign_partners(self.hosts)) if partner_rank == self.rank
-        ]
+        self.clients = self._kept_by([self.rank])
         self.token = run_on_first(lambda: secrets.token_hex(16))
         self.server = MemoryServer(folder, seen[self.rank].listens, self.token)
         self._addresses: list[tuple[str, int]] = gather_objects((self.server.address, self.server.port))
@@ -422,10 +405,9 @@ class MemoryHosts:
                 continue
             giving_rank = host_ranks[self.rank % len(host_ranks)]  # all of its ranks share the work
             try:
-                client = clients.get(giving_rank) or clients.setdefault(
-                    giving_rank, self.connect_to(giving_rank)
-                )
-                client.get_file(point.key, part_rank, name, record, into)
+                if giving_rank not in clients:
+                    clients[giving_rank] = self.connect_to(giving_rank)
+                clients[giving_rank].get_file(point.key, part_rank, name, record, into)
             except OSError as error:
                 if (broken_client := clients.pop(giving_rank, None)) is not None:
                     broken_client.close()
@@ -436,13 +418,11 @@ class MemoryHosts:
 
     def explain_no_room(self, size: int) -> str:
         """Why there is no room for copies of parts of `size` bytes here, if so. Collective: the same on every rank."""
-        free_bytes = free_memory.free_bytes() + self.folder.count_bytes()
+        free_bytes = free_memory.free_bytes()
         with suppress(OSError):
             disk_space = os.statvfs(self.folder.root)
-            free_bytes = min(
-                free_bytes, disk_space.f_bavail * disk_space.f_frsize + self.folder.count_bytes()
-            )
-        needs_by_rank = gather_objects((size, free_bytes))
+            free_bytes = min(free_bytes, disk_space.f_bavail * disk_space.f_frsize)
+        needs_by_rank = gather_objects((size, free_bytes + self.folder.count_bytes()))
         for host in sorted(set(self.hosts)):
             ranks = self.ranks_of(host)
             wanted = sum(needs_by_rank[rank][0] for rank in [*ranks, *self._kept_by(ranks)]) * 2
@@ -458,9 +438,7 @@ class MemoryHosts:
 
     def _kept_by(self, ranks: Collection[int]) -> list[int]:
         """The ranks of other hosts whose points these keep."""
-        return [
-            rank for rank, partner_rank in enumerate(assign_partners(self.hosts)) if partner_rank in ranks
-        ]
+        return [rank for rank, partner in enumerate(assign_partners(self.hosts)) if partner in ranks]
 
     def close(self, remove: bool) -> None:
         """remove: also what it holds."""

@@ -128,9 +128,8 @@ def write_run(
             log = RunLog(made)
             log.commit_event(Imported(step=state.step, **origin))
             for event in people:
-                log.commit_event(
-                    event.from_fields({key: value for key, value in event.fields.items() if key != "time"})
-                )
+                timeless_fields = {key: value for key, value in event.fields.items() if key != "time"}
+                log.commit_event(event.from_fields(timeless_fields))
     except OSError as error:
         reason = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or error
         raise CheckpointError(f"{out} could not be written: {reason}. Nothing was left there") from None
@@ -140,22 +139,14 @@ def write_run(
 
 
 def write_checkpoint(
-    folder: Path,
-    run: RunConfig,
-    state: RunState,
-    recipe: bytes,
-    whole: Whole,
-    layout: Layout,
-    optimizer: OptimizerTensors | None,
-    watch: Callable[[int], None] = lambda _: None,
-) -> None:
+    folder: Path, run: RunConfig, state: RunState, recipe: bytes, whole: Whole, layout: Layout,
+    optimizer: OptimizerTensors | None, watch: Callable[[int], None],
+) -> None:  # fmt: skip
     """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
     kinds_of = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
     file_records, all_finite = write_shared(folder, optimizer.shared if optimizer is not None else {})
-    for stage, stage_parameters in enumerate(_stages(run, layout.pipeline)):
-        stage_records, stage_finite = _write_stage(
-            folder, stage_parameters, stage, layout, kinds_of, whole, watch
-        )
+    for stage, parameters in enumerate(_stages(run, layout.pipeline)):
+        stage_records, stage_finite = _write_stage(folder, parameters, stage, layout, kinds_of, whole, watch)
         file_records |= stage_records
         all_finite &= stage_finite
     if not all_finite:
@@ -180,14 +171,9 @@ def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
 
 
 def _write_stage(
-    folder: Path,
-    held: dict[str, Described],
-    stage: int,
-    layout: Layout,
-    kinds: Callable[[str], tuple[str, ...]],
-    whole: Whole,
-    watch: Callable[[int], None],
-) -> tuple[dict[str, FileRecord], bool]:
+    folder: Path, held: dict[str, Described], stage: int, layout: Layout,
+    kinds: Callable[[str], tuple[str, ...]], whole: Whole, watch: Callable[[int], None],
+) -> tuple[dict[str, FileRecord], bool]:  # fmt: skip
     """Write the files of the ranks of one stage in parallel; whether all numbers are finite."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
@@ -200,19 +186,15 @@ def _write_stage(
     pieces: dict[tuple[int, int], list[ShardPiece]] = {place: [] for place in ranks}
     records: dict[str, FileRecord] = {}
     with contextlib.ExitStack() as stack:
-        files = {
-            place: stack.enter_context(
-                TensorFile(
-                    folder / f"{part_name(ranks[place])}.safetensors",
-                    [
-                        (entry_name(k, name), torch.float32, (numel,))
-                        for name, (_, _, numel) in mine.items()
-                        for k in kinds(name)
-                    ],
-                )
-            )
-            for place, mine in wanted.items()
-        }
+        files = dict[tuple[int, int], TensorFile]()
+        for place, mine in wanted.items():
+            entries = [
+                (entry_name(k, name), torch.float32, (numel,))
+                for name, (_, _, numel) in mine.items()
+                for k in kinds(name)
+            ]
+            path = folder / f"{part_name(ranks[place])}.safetensors"
+            files[place] = stack.enter_context(TensorFile(path, entries))
         for name, of in held.items():
             statistics: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in ranks}
             for kind in kinds(name):
@@ -274,10 +256,5 @@ def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
 def origin_of(checkpoint: Path, **more: Any) -> dict[str, Any]:
     """A new run's journal entry on the checkpoint that it started from: its path, and the xxh3-128 of its manifest,
     which covers all of its files."""
-    manifest_bytes = (checkpoint / store.MANIFEST).read_bytes()
-    return {
-        "source": str(checkpoint),
-        "manifest": xxhash.xxh3_128_hexdigest(manifest_bytes),
-        "time": time.time(),
-        **more,
-    }
+    manifest = xxhash.xxh3_128_hexdigest((checkpoint / store.MANIFEST).read_bytes())
+    return {"source": str(checkpoint), "manifest": manifest, "time": time.time(), **more}

@@ -93,13 +93,10 @@ class Origin:
         checkpoint would lead to the same end.
         """
         read_events = self._run.iterate_events
-        bad_steps = [
-            onset,
-            *run_on_first(lambda: find_tried_steps(read_events(Handover, Training), clock, self._verify)),
-        ]
-        if self.reason and self.step:
-            bad_steps.append(self.step)
-        return min(bad_steps)
+        tried_steps = run_on_first(
+            lambda: find_tried_steps(read_events(Handover, Training), clock, self._verify)
+        )
+        return min([onset, *tried_steps, *[self.step] * bool(self.reason and self.step)])
 
     def _quarantine(self, reason: str) -> None:
         checkpoint_name = store.name_of(self.step)

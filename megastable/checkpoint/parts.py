@@ -49,7 +49,7 @@ def write_rank(
     flat: FlatState,
     tensors: Mapping[str, Tensor],
     random: dict[str, Any],
-    measure: Callable[[Tensor], PieceStatistics] | None = None,
+    measure: Callable[[Tensor], PieceStatistics] = measure_piece,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Files, bool]:
     """Write the files of one rank: the pieces that it counts, its random states, on rank 0 the shared state.
@@ -60,7 +60,7 @@ def write_rank(
         flat: where its pieces lie.
         tensors: a copy of the engine's `optimizer_state`: "GROUP/KIND" is flat, and stored as fp32 whatever its dtype.
         random: the rank's random states.
-        measure: of a piece, by default `statistics_of`.
+        measure: of a piece.
         each: called before every block, may raise to break off.
 
     Returns:
@@ -69,7 +69,6 @@ def write_rank(
     Raises:
         OSError: The disk refuses.
     """
-    measure = measure or measure_piece
     # A replica is written by the rank that counts it.
     has_moments = adam_step_of(tensors) > 0
     counted_fragments = [
@@ -78,8 +77,8 @@ def write_rank(
     base_name, shard_pieces = part_name(topology.rank), []
     tensor_entries = [
         (entry_name(kind, f.name), torch.float32, (f.numel,))
-        for f, fragment_kinds in counted_fragments
-        for kind in fragment_kinds
+        for f, kinds in counted_fragments
+        for kind in kinds
     ]
     with TensorFile(folder / f"{base_name}.safetensors", tensor_entries, each=each) as tensor_file:
         for f, fragment_kinds in counted_fragments:
@@ -95,16 +94,13 @@ def write_rank(
                 )
             )  # fmt: skip
     file_records = {tensor_file.path.name: tensor_file.record}
-    description_records, all_finite = describe_part(
-        folder, (topology.rank, topology.stage, topology.tensor_rank), shard_pieces
-    )
+    place = topology.rank, topology.stage, topology.tensor_rank
+    description_records, all_finite = describe_part(folder, place, shard_pieces)
     random_file = folder / f"rng-{topology.rank:05d}.pt"
     file_records |= description_records | {random_file.name: write_file(random_file, random)}
     if topology.rank == 0:
         shared_tensors = {
-            tensor_name.removeprefix(ALIKE): shared_tensor
-            for tensor_name, shared_tensor in tensors.items()
-            if tensor_name.startswith(ALIKE)
+            name.removeprefix(ALIKE): tensor for name, tensor in tensors.items() if name.startswith(ALIKE)
         }
         shared_records, shared_finite = write_shared(folder, shared_tensors)
         file_records, all_finite = file_records | shared_records, all_finite and shared_finite
@@ -171,13 +167,9 @@ def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Fi
     replaced_path = checkpoints_folder / f"{SAVING}replaced-{target_path.name}"
     try:
         for file_name, file_record in files.items():
-            if (
-                not (temporary / file_name).exists()
-                or (temporary / file_name).stat().st_size != file_record.size
-            ):
-                raise OSError(
-                    f"{temporary / file_name}: written by another rank, not seen here: the folder is not shared"
-                )
+            path = temporary / file_name
+            if not path.exists() or path.stat().st_size != file_record.size:
+                raise OSError(f"{path}: written by another rank, not seen here: the folder is not shared")
         manifest_contents = write_manifest(temporary, state, model, files)
         if (target_path / store.PINNED).exists():  # a pin outlives the checkpoint
             durable.write_file(temporary / store.PINNED, (target_path / store.PINNED).read_bytes())
@@ -232,9 +224,8 @@ def recover_staged(
     person has rolled back. Useless parts are deleted.
     """
     parts_by_rank: list[list[HeldPart]] = gather_objects(staging.list_parts())
-    newest = run_on_first(
-        lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1)
-    )
+    newest_steps = run_on_first(lambda: [store.step_of(path) for path in store.newest_first(folder)])
+    newest = max(newest_steps, default=-1)
 
     def refuse(key: PointKey) -> str:
         return "" if key.step > newest and key.lineage in lineages else "it does not count"

@@ -73,11 +73,8 @@ class PlainModel(nn.Module):
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """tokens int64 [b, s] -> fp32 logits [b, s, vocabulary]."""
-        return (
-            self.compute_logits(self.compute_hidden(tokens, segments))
-            .transpose(0, 1)[..., : self.vocabulary]
-            .float()
-        )
+        padded_logits = self.compute_logits(self.compute_hidden(tokens, segments)).transpose(0, 1)
+        return padded_logits[..., : self.vocabulary].float()
 
 
 def load_plain(
@@ -111,7 +108,12 @@ def find_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
     path = recipe.find_recipe(path)
     if path.name == store.LATEST:
-        return _verified(path.parent / _latest(path))
+        name, others = store.read_latest(path.parent), store.describe_others(path.parent)
+        if not name:
+            raise CheckpointError(f"{path} cannot be read: name a checkpoint{others}")
+        if not (path.parent / name).is_dir() or "/" in name:
+            raise CheckpointError(f"{path} names {name!r}, which is not there{others}")
+        return _verified(path.parent / name)
     if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such checkpoint{store.describe_others(path.parent)}")
@@ -135,17 +137,6 @@ def find_checkpoint(path: Path) -> Path:
 def _verified(path: Path) -> Path:
     store.verify_checkpoint(path)
     return path
-
-
-def _latest(path: Path) -> str:
-    name = store.read_latest(path.parent)
-    if not name:
-        raise CheckpointError(f"{path} cannot be read: name a checkpoint{store.describe_others(path.parent)}")
-    if not (path.parent / name).is_dir() or "/" in name:
-        raise CheckpointError(
-            f"{path} names {name!r}, which is not there{store.describe_others(path.parent)}"
-        )
-    return name
 
 
 def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -77,8 +77,11 @@ def choose_deleted(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every:
     many steps stays for good (not for multiple 0); 0 = none.
     """
     stay = choose_vital(checkpoints, keep) | {c.step for c in checkpoints if c.pinned}
-    if keep_every:
-        stay |= choose_milestones([c.step for c in checkpoints], keep_every)
+    first_by_multiple = dict[int, int]()
+    for step in sorted(c.step for c in checkpoints) if keep_every else ():
+        first_by_multiple.setdefault(step // keep_every, step)
+    # Deleting checkpoints between milestones does not change them, as long as steps ascend.
+    stay |= {step for multiple, step in first_by_multiple.items() if multiple}
     return sorted({c.step for c in checkpoints} - stay)
 
 
@@ -87,41 +90,19 @@ def choose_vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
     it."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1, or nothing would be left")
-    sorted_steps = sorted(kept_checkpoint.step for kept_checkpoint in checkpoints)
-    newest_healthy = max(
-        (kept_checkpoint.step for kept_checkpoint in checkpoints if kept_checkpoint.healthy), default=-1
-    )
-    return {
-        *sorted_steps[-keep:],
-        *([newest_healthy] if newest_healthy >= 0 else []),
-        *[step for step in sorted_steps if step > newest_healthy][:1],
-    }
-
-
-def choose_milestones(steps: Sequence[int], every: int) -> set[int]:
-    """The first of `steps` at or after each multiple of `every`, from the first multiple on.
-
-    Deleting checkpoints between milestones does not change the result, as long as steps ascend.
-    """
-    if every < 1:
-        raise ValueError(f"keep_every={every}: a number of steps")
-    first: dict[int, int] = {}
-    for step in sorted(steps):
-        first.setdefault(step // every, step)
-    return {step for multiple, step in first.items() if multiple}
+    steps = sorted(c.step for c in checkpoints)
+    healthy_steps = sorted(c.step for c in checkpoints if c.healthy)[-1:]
+    unproven_steps = [step for step in steps if not healthy_steps or step > healthy_steps[0]]
+    return {*steps[-keep:], *healthy_steps, *unproven_steps[:1]}
 
 
 def list_kept(folder: Path) -> list[KeptCheckpoint]:
     """The checkpoints of a folder, ascending, without checking that they are complete. Links are left out: their
     targets are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
-    paths = [
-        (f.step, f.path)
-        for f in list_checkpoints(folder)
-        if f.kind == "checkpoint" and not f.path.is_symlink()
-    ]
     return [
         KeptCheckpoint(step, markers.read_health(path) is not None, markers.read_pin(path) is not None)
-        for step, path in paths
+        for step, kind, path in list_checkpoints(folder)
+        if kind == "checkpoint" and not path.is_symlink()
     ]
 
 
@@ -134,14 +115,13 @@ def delete_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> list
     """
     try:
         _clear(folder)
-        names = [
-            store.name_of(step) for step in choose_deleted(_whole(folder, keep, keep_every), keep, keep_every)
-        ]
+        deleted_steps = choose_deleted(_whole(folder, keep, keep_every), keep, keep_every)
     except (CheckpointError, OSError) as error:
         log.warning("no old checkpoint is deleted: %s", error)
         return []
     # The target of `latest` stays, even if that file could not be updated.
-    hidden = [name for name in names if name != read_latest(folder) and _hide(folder, name)]
+    names, latest = [store.name_of(step) for step in deleted_steps], read_latest(folder)
+    hidden = [name for name in names if name != latest and _hide(folder, name)]
     if not hidden:
         return []
     try:
@@ -187,16 +167,16 @@ def _hide(folder: Path, name: str) -> bool:
 
 def _clear(folder: Path) -> None:
     """Delete what earlier calls left behind. A renamed checkpoint cannot be pinned: if it is, it is complete."""
-    for left_behind in [
-        found_folder for found_folder in list_checkpoints(folder) if found_folder.kind == "deleting"
-    ]:
-        if markers.read_pin(left_behind.path) is None:
-            _delete(left_behind.path)
+    for step, kind, path in list_checkpoints(folder):
+        if kind != "deleting":
+            continue
+        if markers.read_pin(path) is None:
+            _delete(path)
             continue
         try:
-            os.replace(left_behind.path, folder / store.name_of(left_behind.step))
+            os.replace(path, folder / store.name_of(step))
         except OSError as error:
-            log.warning("%s: pinned, and could not be renamed: %s", left_behind.path, error.strerror or error)
+            log.warning("%s: pinned, and could not be renamed: %s", path, error.strerror or error)
 
 
 def _delete(path: Path) -> None:
@@ -252,14 +232,9 @@ class Saver:
     same places."""
 
     def __init__(
-        self,
-        folder: Path,
-        engine: Engine,
-        config: CheckpointConfig,
-        model: ModelConfig,
-        recipe: Callable[[], bytes],
-        lineage: str,
-    ) -> None:
+        self, folder: Path, engine: Engine, config: CheckpointConfig, model: ModelConfig,
+        recipe: Callable[[], bytes], lineage: str,
+    ) -> None:  # fmt: skip
         """folder: of the checkpoints; recipe: the run's frozen one, copied into every checkpoint; rank 0 calls
         it in its thread. lineage: of these processes."""
         self.folder, self.config, self.recipe = folder, config, recipe
@@ -308,12 +283,11 @@ class Saver:
         state.fp8 = self._engine.fp8_history()
         if self._fetching is not None:
             self._spare, self._fetching = self._fetching.result(), None
-        copied_tensors = (
-            self._host.copy_tensors(optimizer_state, self._spare)
-            if self.asynchronous
-            else CopiedTensors(optimizer_state)
-        )
-        self._spare = copied_tensors.tensors if self.asynchronous else {}
+        if self.asynchronous:
+            copied_tensors = self._host.copy_tensors(optimizer_state, self._spare)
+            self._spare = copied_tensors.tensors
+        else:
+            copied_tensors, self._spare = CopiedTensors(optimizer_state), {}
         temporary_path = self.folder / f"{SAVING}{store.name_of(state.step)}"
         new_save = self._job = _Save(state, temporary_path, copied_tensors, rng_state(), begin_time)
         new_save.writing = self._thread.submit(self._write, new_save, self._engine.flat_state())
@@ -323,11 +297,10 @@ class Saver:
         """For the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
         complete."""
         job = self._job
-        written = (
-            job is not None and job.stage == "writing" and job.writing is not None and job.writing.done()
-        )
-        settled = job is not None and job.committing is not None and job.committing.done()
-        return float(written), float(settled)
+        if job is None:
+            return 0.0, 0.0
+        written = job.stage == "writing" and job.writing is not None and job.writing.done()
+        return float(written), float(job.committing is not None and job.committing.done())
 
     def hear_ballot(self, sums: Sequence[float]) -> SaveOutcome | None:
         """Call after every step with the sums of `collect_ballot`: returns the outcome, once there is one, on all ranks
@@ -342,11 +315,9 @@ class Saver:
         elif current_save.stage == "committing" and settled_count:
             save_outcome = self._settled(current_save)
         current_save.blocked += time.perf_counter() - begin_time
-        return (
-            replace(save_outcome, blocked=current_save.blocked + current_save.copied.waited)
-            if save_outcome is not None
-            else None
-        )
+        if save_outcome is None:
+            return None
+        return replace(save_outcome, blocked=current_save.blocked + current_save.copied.waited)
 
     def finish_save(self) -> SaveOutcome | None:
         """Wait for the save in progress; its outcome. None if there is none."""
@@ -388,20 +359,16 @@ class Saver:
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
         is_pinned = torch.cuda.is_initialized()
-        own_demand = free_memory.measure_demand(
-            source.values(), self._engine.flat_state().count_bytes(), is_pinned
-        )
-        all_demands = gather_objects(own_demand)
-        for rank_demand in all_demands:
-            host_demands = [
-                other_demand for other_demand in all_demands if other_demand.host == rank_demand.host
-            ]
-            needed = sum(host_demand.snapshot for host_demand in host_demands)
-            free_bytes = min(host_demand.free for host_demand in host_demands)
+        state_bytes = self._engine.flat_state().count_bytes()
+        demands = gather_objects(free_memory.measure_demand(source.values(), state_bytes, is_pinned))
+        for host in dict.fromkeys(demand.host for demand in demands):
+            host_demands = [demand for demand in demands if demand.host == host]
+            needed = sum(demand.snapshot for demand in host_demands)
+            free_bytes = min(demand.free for demand in host_demands)
             if free_bytes < SPARE * needed:
                 self._note = (
                     f"WARNING: training pauses for every checkpoint: copies take {needed / free_memory.GIB:.2f} GiB on "
-                    f"{rank_demand.host}, and {free_bytes / free_memory.GIB:.2f} are free"
+                    f"{host}, and {free_bytes / free_memory.GIB:.2f} are free"
                 )
                 return False
         return True
@@ -412,9 +379,9 @@ class Saver:
             if self._rank == 0:
                 self._check_space()
             job.temporary.mkdir(exist_ok=True)
-            target_folder = (
-                job.temporary if self._staging is None else self._stage(self._staging, self._key(job))
-            )
+            target_folder = job.temporary
+            if self._staging is not None:
+                target_folder = self._stage(self._staging, self._key(job))
             job.copied.wait_until_complete()
             file_records, all_finite = write_rank(
                 target_folder, self._engine.topology, flat, job.copied.tensors, job.random
@@ -451,11 +418,8 @@ class Saver:
         staging.seal_part(HeldPart(key=point_key, rank=self._rank, world=self._world, files=files))
 
     def _check_space(self) -> None:
-        newest_checkpoints = store.newest_first(self.folder)
-        if newest_checkpoints:
-            needed = sum(
-                checkpoint_file.stat().st_size for checkpoint_file in newest_checkpoints[0].iterdir()
-            )
+        for newest_checkpoint in store.newest_first(self.folder)[:1]:
+            needed = sum(file.stat().st_size for file in newest_checkpoint.iterdir())
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(
@@ -466,14 +430,12 @@ class Saver:
         """Collective: exchange the records; rank 0 commits, or all ranks get the problem."""
         assert job.writing is not None
         parts: list[_RankPart] = gather_objects(job.writing.result())
-        problem = next(
-            (f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem), ""
-        )
+        problems = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem]
         finite = all(part.finite for part in parts)
-        if problem or not finite:
+        if problems or not finite:
             self._close(job)
             run_on_first(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
-            return self._outcome(job, None, problem or "weights or moments are not finite", finite)
+            return self._outcome(job, None, [*problems, "weights or moments are not finite"][0], finite)
         job.stage = "committing"
         if self._rank == 0:
             files = {name: record for part in parts for name, record in part.files.items()}

@@ -76,9 +76,7 @@ class Ring:
             return
         self.forget_from(step)
         keep = thin_snapshots([*self.steps, step], self.capacity, self._interval)
-        for snapshot in [s for s in self._kept if s.step not in keep]:
-            self._kept.remove(snapshot)
-            self._spare.append(snapshot.tensors)
+        self._drop([snapshot for snapshot in self._kept if snapshot.step not in keep])
         source = self._engine.optimizer_state()
         copied = self._host.copy_tensors(source, self._spare_memory())
         self._newest = copied
@@ -140,6 +138,9 @@ class Ring:
 
     def forget_from(self, step: int) -> None:
         """Drop the points of `step` and later ones."""
-        for snapshot in [held_snapshot for held_snapshot in self._kept if held_snapshot.step >= step]:
+        self._drop([snapshot for snapshot in self._kept if snapshot.step >= step])
+
+    def _drop(self, snapshots: list[Snapshot]) -> None:
+        for snapshot in snapshots:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)

@@ -218,7 +218,9 @@ def set_aside_newer(
         bring_back(folder)  # else it would come back later as a good one
     except OSError as error:
         stuck.append(str(error))
-    for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
+    for path in newest_first(folder):
+        if step_of(path) <= step or path.name in but:
+            continue
         try:
             _rename(path, why)
             renamed_paths.append(path)
@@ -230,11 +232,9 @@ def set_aside_newer(
             f"{stuck[0]}: a checkpoint later than step {step}, to which the run is rewound, could not be set aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
+    new_names = {f"{SUSPECT}-{path.name}" for path in renamed_paths}
     for old_suspect in older_suspects if renamed_paths and forget else ():
-        if (
-            old_suspect.name not in {f"suspect-{path.name}" for path in renamed_paths}
-            and not (old_suspect / PINNED).exists()
-        ):
+        if old_suspect.name not in new_names and not (old_suspect / PINNED).exists():
             shutil.rmtree(old_suspect, ignore_errors=True)
     return [path.name for path in renamed_paths]
 
@@ -402,14 +402,17 @@ def list_problems(checkpoint: Path) -> list[str]:
 
 def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     contents = read_contents(checkpoint)
-    name_match = _NAME.fullmatch(checkpoint.name)
-    if name_match and int(name_match[2]) != contents.step:
-        yield f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's"
+    if problem := _explain_other_step(checkpoint, contents):
+        yield problem
     if not contents.finite:
         yield f"{checkpoint / MANIFEST}: weights or moments are not finite"
     if STATE not in contents.files:
         yield f"{checkpoint / MANIFEST}: does not name {STATE}"
-    for file_name in _listed(checkpoint):
+    try:
+        present_names = sorted(os.listdir(checkpoint))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
+    for file_name in present_names:
         if PARTS.fullmatch(file_name) and file_name not in contents.files:
             yield f"{checkpoint / file_name}: not in the manifest: of another checkpoint"
     # The largest first: the ranks read about the same number of bytes.
@@ -425,42 +428,35 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
                 raise OSError("not a file")
             file_size = file_stat.st_size
             # With another size it may still be another file of this checkpoint.
-            own_record = (
-                hash_file(file_path)
-                if any(file_size == other_record.size for other_record in contents.files.values())
-                else None
-            )
+            is_known_size = any(file_size == other_record.size for other_record in contents.files.values())
+            own_record = hash_file(file_path) if is_known_size else None
         except OSError as error:
             yield f"{file_path}: {error.strerror or error}"
             continue
         if own_record == file_record:
             continue
-        swapped_name = next(
-            (other_name for other_name, other_record in contents.files.items() if other_record == own_record),
-            None,
-        )
-        if swapped_name is not None:
-            yield f"{file_path}: its checksum is that of {swapped_name} in the manifest: swapped"
+        same_names = [other for other, other_record in contents.files.items() if other_record == own_record]
+        if same_names:
+            yield f"{file_path}: its checksum is that of {same_names[0]} in the manifest: swapped"
         elif file_size != file_record.size:
             yield f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
         else:
             yield f"{file_path}: its checksum is not the manifest's: damaged, or of another checkpoint"
 
 
-def _listed(checkpoint: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(checkpoint))
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
+def _explain_other_step(checkpoint: Path, contents: Contents) -> str:
+    name_match = _NAME.fullmatch(checkpoint.name)
+    if name_match is None or int(name_match[2]) == contents.step:
+        return ""
+    return f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's"
 
 
 def check_sizes(checkpoint: Path) -> Contents:
     """The manifest of a checkpoint whose files all exist with the right sizes: nothing is hashed, for decisions after
     every save and for lists. Raises CheckpointError otherwise."""
     contents = read_contents(checkpoint)
-    name_match = _NAME.fullmatch(checkpoint.name)
-    if name_match and int(name_match[2]) != contents.step:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's")
+    if problem := _explain_other_step(checkpoint, contents):
+        raise CheckpointError(problem)
     for file_name, file_record in contents.files.items():
         file_path = checkpoint / file_name
         try:
@@ -481,8 +477,16 @@ def newest_good(
 
     quarantined: names that do not count, with the reason; the same on all ranks.
     """
+
+    def list_names() -> list[str]:
+        try:
+            bring_back(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        return [path.name for path in newest_first(folder)]
+
     rejected: dict[str, str] = {}
-    for checkpoint_name in run_on_first(lambda: _names(folder)):
+    for checkpoint_name in run_on_first(list_names):
         if quarantined and checkpoint_name in quarantined:
             rejected[checkpoint_name] = quarantined[checkpoint_name]
             continue
@@ -491,19 +495,11 @@ def newest_good(
             verify_checkpoint(folder / checkpoint_name, dist.get_rank(), dist.get_world_size())
         except CheckpointError as error:
             problem = str(error)
-        problem = next((rank_problem for rank_problem in gather_objects(problem) if rank_problem), "")
+        problem = next(filter(None, gather_objects(problem)), "")
         if not problem:
             return folder / checkpoint_name, rejected
         rejected[checkpoint_name] = problem
     return None, rejected
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        bring_back(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    return [path.name for path in newest_first(folder)]
 
 
 def bring_back(folder: Path) -> None:

@@ -27,9 +27,8 @@ Floats = npt.NDArray[np.float64]
 ROUNDED = 2.0**-8  # relative: maximum change by rounding to bf16
 KINDS = {"weight": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 # The maximum of a first moment's square over the second moment that gradients can produce: see
-# `explain_contradiction`. 53 for
-# betas of (0.9, 0.999), 1.4 for (0.9, 0.95); twice that, as the betas may have changed, and moments may be rounded.
-# Other betas give more, (0, 0.999) 1000: see `bound_moment_ratio`.
+# `explain_contradiction`. 53 for betas of (0.9, 0.999), 1.4 for (0.9, 0.95); twice that, as the betas may have changed,
+# and moments may be rounded. Other betas give more, (0, 0.999) 1000: see `bound_moment_ratio`.
 RATIO = 106.0
 TINY = 1e-15  # first moments below it are not judged: their squares are near fp32's smallest numbers
 # Norms and magnitudes below it are not compared: fp32 rounds their squares away, differently in each kernel. Second
@@ -126,22 +125,19 @@ def explain_size_change(kept: Sizes, now: Sizes, bf16_moments: bool, change: flo
                 excess_ratio = _relative(size_kept, size_now) / change_bound
                 if excess_ratio > worst_excess:
                     worst_excess = excess_ratio
-                    of_what = f"the {KINDS.get(kind, kind)} of {name}"
                     worst_sentence = (
-                        f"{of_what} have a {size_name} of {size_now:.6g}, and had {size_kept:.6g} when saved"
+                        f"the {KINDS.get(kind, kind)} of {name} have a {size_name} of {size_now:.6g}, and had "
+                        f"{size_kept:.6g} when saved"
                     )
     return worst_sentence
 
 
 def explain_loss_change(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
     """Whether the losses of the probes have changed: a sentence, or ""; only for identical samples."""
-    pairs, median_change, loss_bound = (
-        pair_losses(kept, now),
-        loss_change(kept, now),
-        _rounding(kept, now, config),
-    )
+    median_change, loss_bound = loss_change(kept, now), _rounding(kept, now, config)
     if not median_change > loss_bound:
         return ""
+    pairs = pair_losses(kept, now)
     before, after = (fmean(side_losses) for side_losses in zip(*pairs, strict=True))
     return (
         f"{len(pairs)} probe samples have a mean loss of {after:.4f}, and had {before:.4f} when it was saved; half of "
@@ -163,22 +159,18 @@ def explain_unclear_proof(kept: Vitals | None, now: Vitals, config: VitalsConfig
 
 def loss_change(kept: Vitals, now: Vitals) -> float:
     """Change of the losses of common probes, nats: the median; inf if that is not finite, 0 without any."""
-    return median(
-        [abs(b - a) if math.isfinite(b - a) else math.inf for a, b in pair_losses(kept, now)] or [0.0]
-    )
+    changes = [abs(b - a) if math.isfinite(b - a) else math.inf for a, b in pair_losses(kept, now)]
+    return median(changes or [0.0])
 
 
 def size_change(kept: Sizes, now: Sizes) -> float:
     """The largest relative change of a norm or largest magnitude."""
-    size_pairs = [
-        (kept_size, now[kind][name])
-        for kind, kept_sizes in kept.items()
-        for name, kept_size in kept_sizes.items()
-        if name in now.get(kind, {})
-    ]
-    return max(
-        (max(_relative(a.norm, b.norm), _relative(a.largest, b.largest)) for a, b in size_pairs), default=0.0
-    )
+    largest_change = 0.0
+    for kind, kept_sizes in kept.items():
+        for name in kept_sizes.keys() & now.get(kind, {}).keys():
+            a, b = kept_sizes[name], now[kind][name]
+            largest_change = max(largest_change, _relative(a.norm, b.norm), _relative(a.largest, b.largest))
+    return largest_change
 
 
 def explain_doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: VitalsConfig) -> str:
@@ -194,10 +186,7 @@ def explain_doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], c
     above = level - median(finite_losses)
     probe_rises = [b - a for a, b in pair_losses(before, now)] if before is not None else [above]
     rise = median(probe_rises) if probe_rises else above
-    if (
-        all(math.isfinite(recent_loss) for recent_loss in (rise, above))
-        and not min(rise, above) > config.rise
-    ):
+    if math.isfinite(rise) and math.isfinite(above) and min(rise, above) <= config.rise:
         return ""
     return (
         f"the probe samples have a median loss of {level:.3f}, {rise:.3f} above the checkpoint before and {above:.3f} "

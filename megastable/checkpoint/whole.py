@@ -51,10 +51,8 @@ def describe_parameters(config: ModelConfig) -> dict[str, Described]:
         meta_model = GPT(config, TensorParallel(), recompute="none", seed=0)
     described_parameters = {}
     for module_name, parameter in meta_model.named_parameters():
-        placement = placement_of(parameter)
-        described_parameters[placement.name] = Described(
-            tuple(parameter.shape), placement, int(module_name.partition(".")[0])
-        )
+        placement, layer = placement_of(parameter), int(module_name.partition(".")[0])
+        described_parameters[placement.name] = Described(tuple(parameter.shape), placement, layer)
     return described_parameters
 
 
@@ -106,30 +104,27 @@ class WholeState:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        manifest_contents = store.read_contents(checkpoint)
         parts_by_name = {
-            part_name: read_pieces(checkpoint / part_name) for part_name in manifest_contents.parts
+            name: read_pieces(checkpoint / name) for name in store.read_contents(checkpoint).parts
         }
         if not any(part.pieces for part in parts_by_name.values()):
             raise CheckpointError(f"{checkpoint}: holds no weights")
-        held_kinds = {tensor_kind for part in parts_by_name.values() for tensor_kind in part.kinds}
+        held_kinds = {kind for part in parts_by_name.values() for kind in part.kinds}
         if not held_kinds <= set(KINDS) or KINDS[0] not in held_kinds:
             raise CheckpointError(
                 f"{checkpoint}: its ranks hold {make_visible(sorted(held_kinds), 200)}: not parts of one checkpoint"
             )
-        self.kinds = tuple(tensor_kind for tensor_kind in KINDS if tensor_kind in held_kinds)
+        self.kinds = tuple(kind for kind in KINDS if kind in held_kinds)
         self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
         for part_name, part in parts_by_name.items():
             tensor_file = part_name.removesuffix(".json") + ".safetensors"
             for piece in part.pieces:
-                self._held.setdefault(piece.name, {}).setdefault(part.tensor_rank, []).append(
-                    (tensor_file, piece)
-                )
-        for by_rank in self._held.values():
+                by_rank = self._held.setdefault(piece.name, {})
+                by_rank.setdefault(part.tensor_rank, []).append((tensor_file, piece))
+        for name, by_rank in self._held.items():
             for rank_pieces in by_rank.values():
                 rank_pieces.sort(key=lambda item: item[1].start)
-        for part_name in self._held:
-            self._check(part_name)
+            self._check(name)
         self._files: dict[str, Reader] = {}
         self._last: tuple[tuple[str, str, int, int], Tensor] | None = None
 
@@ -154,7 +149,7 @@ class WholeState:
         if not shared_path.exists():
             return {}
         shared_reader = Reader(shared_path)
-        return {tensor_name: shared_reader.read_tensor(tensor_name) for tensor_name in shared_reader.entries}
+        return {name: shared_reader.read_tensor(name) for name in shared_reader.entries}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""
@@ -177,15 +172,13 @@ class WholeState:
         if unknown := sorted(set(self._held) - set(wanted_parameters)):
             raise CheckpointError(
                 f"{self.checkpoint}: holds {make_visible(unknown[0], 200)!r}, which the recipe's model does not "
-                "have: it "
-                "belongs to another model"
+                "have: it belongs to another model"
             )
         for name, of in wanted_parameters.items():
             if (self.shape_of(name), self.placement_of(name)) != (of.shape, of.placement):
                 raise CheckpointError(
                     f"{self.checkpoint}: {name} is {self.shape_of(name)}, in the recipe's model {of.shape}: it "
-                    "belongs to "
-                    "another model"
+                    "belongs to another model"
                 )
 
     def pieces_of(self, name: str) -> list[ShardPiece]:
@@ -193,8 +186,9 @@ class WholeState:
 
     def read_tensor(self, name: str, kind: str) -> Tensor:
         """The whole tensor `name`."""
-        by_rank = self._of(name)
-        return join_shards([self._shard(name, kind, r) for r in sorted(by_rank)], self.placement_of(name))
+        shape = self._any(name).shape
+        shards = [self._range(name, kind, r, 0, math.prod(shape)).view(shape) for r in sorted(self._of(name))]
+        return join_shards(shards, self.placement_of(name))
 
     def read_range(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
         """`numel` elements from `start` of the flattened shard of `name` on tensor rank `rank` of `size`.
@@ -237,41 +231,26 @@ class WholeState:
         by_rank, any_piece = self._of(name), self._any(name)
         pieces_fit = set(by_rank) == set(range(1 if any_piece.dim is None else len(by_rank)))
         if any_piece.dim is not None:
-            whole_length = len(by_rank) * any_piece.shape[any_piece.dim]
-            pieces_fit &= sum(any_piece.sections) == whole_length and not any(
-                section_size % len(by_rank) for section_size in any_piece.sections
-            )
+            pieces_fit &= sum(any_piece.sections) == len(by_rank) * any_piece.shape[any_piece.dim]
+            pieces_fit &= not any(section_size % len(by_rank) for section_size in any_piece.sections)
         for rank_pieces in by_rank.values():
-            piece_ends = [0, *(other_piece.end for _, other_piece in rank_pieces)]
-            pieces_fit &= [other_piece.start for _, other_piece in rank_pieces] == piece_ends[
-                :-1
-            ] and piece_ends[-1] == math.prod(any_piece.shape)
-            pieces_fit &= all(
-                _described(other_piece) == _described(any_piece) for _, other_piece in rank_pieces
-            )
+            piece_starts = [piece.start for _, piece in rank_pieces]
+            piece_ends = [piece.end for _, piece in rank_pieces]
+            pieces_fit &= [*piece_starts, math.prod(any_piece.shape)] == [0, *piece_ends]
+            pieces_fit &= all(_described(piece) == _described(any_piece) for _, piece in rank_pieces)
         if not pieces_fit:
             raise CheckpointError(
                 f"{self.checkpoint}: the pieces of {make_visible(name, 200)!r} do not form one tensor: some are "
-                "missing, "
-                "duplicated or of another one"
+                "missing, duplicated or of another one"
             )
-
-    def _shard(self, name: str, kind: str, rank: int) -> Tensor:
-        shard_shape = self._of(name)[rank][0][1].shape
-        return self._range(name, kind, rank, 0, math.prod(shard_shape)).view(shard_shape)
 
     def _range(self, name: str, kind: str, rank: int, start: int, numel: int) -> Tensor:
         """Elements of the flattened shard of one tensor rank of the checkpoint."""
         found_slices = []
         for tensor_file, piece in self._of(name)[rank]:
-            first_element, last_end = max(start, piece.start), min(start + numel, piece.end)
-            if first_element < last_end:
-                tensor_entry = entry_name(kind, name)
-                found_slices.append(
-                    self._slice(
-                        tensor_file, tensor_entry, first_element - piece.start, last_end - piece.start
-                    )
-                )
+            first, end = max(start, piece.start) - piece.start, min(start + numel, piece.end) - piece.start
+            if first < end:
+                found_slices.append(self._slice(tensor_file, entry_name(kind, name), first, end))
         return found_slices[0] if len(found_slices) == 1 else torch.cat(found_slices)
 
     def _slice(self, file: str, entry: str, start: int, end: int) -> Tensor:

@@ -24,7 +24,7 @@ from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Exchange, Order, Phase, Swap
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import AnyEntry, LedgerEntry, SkipEntry
-from megastable.data.skips import Skips, numbers_of
+from megastable.data.skips import Skips, numbers_of, ranges_of
 
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 MOST = 1 << 24  # positions: a longer range in the ledger was not chosen by sample
@@ -51,7 +51,7 @@ class BlendEntry(LedgerEntry):
 
     @property
     def weights(self) -> dict[str, float]:
-        return {blend_share.name: blend_share.weight for blend_share in self.corpora}
+        return {share.name: share.weight for share in self.corpora}
 
 
 class ExchangeEntry(LedgerEntry):
@@ -89,19 +89,19 @@ Line = BlendEntry | ExchangeEntry  # of blends.jsonl
 
 def read_blends(path: Path) -> list[Line]:
     """All lines, oldest first; see `skip_ledger.read_entries`."""
-    return skip_ledger.read_entries(path, _kind)
 
+    def choose_kind(content: Any) -> type[Line]:
+        return ExchangeEntry if isinstance(content, dict) and "exchange" in content else BlendEntry
 
-def _kind(content: Any) -> type[Line]:
-    return ExchangeEntry if isinstance(content, dict) and "exchange" in content else BlendEntry
+    return skip_ledger.read_entries(path, choose_kind)
 
 
 def blends_in_force(lines: Sequence[Line]) -> list[BlendEntry]:
     """The blends that no later line has replaced, by position; the first is at 0."""
     valid_blends: list[BlendEntry] = []
-    for blend_entry in lines:
-        if isinstance(blend_entry, BlendEntry):
-            valid_blends = [*(e for e in valid_blends if e.position < blend_entry.position), blend_entry]
+    for line in lines:
+        if isinstance(line, BlendEntry):
+            valid_blends = [*(e for e in valid_blends if e.position < line.position), line]
     if valid_blends and valid_blends[0].position:
         raise DataError("blends.jsonl has no line for position 0: restore it from a copy")
     return valid_blends
@@ -110,10 +110,10 @@ def blends_in_force(lines: Sequence[Line]) -> list[BlendEntry]:
 def exchanges_in_force(lines: Sequence[Line]) -> list[ExchangeEntry]:
     """The exchanges in force, oldest first: those since the last blend at position 0."""
     valid_exchanges: list[ExchangeEntry] = []
-    for given_line in lines:
-        if isinstance(given_line, ExchangeEntry):
-            valid_exchanges.append(given_line)
-        elif not given_line.position:
+    for line in lines:
+        if isinstance(line, ExchangeEntry):
+            valid_exchanges.append(line)
+        elif not line.position:
             valid_exchanges = []
     return valid_exchanges
 
@@ -145,13 +145,8 @@ def moved_skips(
     for reason, chosen_ranges in by_reason.items():
         positions = numbers_of(Skips.from_ranges(chosen_ranges).ranges)
         new_positions = old.moved_to(new, positions)
-        new_ranges = Skips.from_ranges(
-            (p, p + 1) for p in new_positions[~known_skips.mask_skipped(new_positions)].tolist()
-        ).ranges
-        moved_entries += [
-            SkipEntry(first=range_first, end=range_end, reason=reason)
-            for range_first, range_end in new_ranges
-        ]
+        new_ranges = ranges_of(new_positions[~known_skips.mask_skipped(new_positions)])
+        moved_entries += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
     return moved_entries
 
 

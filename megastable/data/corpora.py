@@ -56,13 +56,18 @@ class HeldOut:
     @property
     def names(self) -> list[list[str]]:
         """The corpora that have samples, of either source: the same on all hosts, or the losses would be wrong."""
-        return [_names(held_source.order) if held_source else [] for held_source in (self.blend, self.alone)]
+        return [
+            sorted(f"{corpus.name} {corpus.fingerprint}".strip() for corpus in source.order.corpora)
+            if source
+            else []
+            for source in (self.blend, self.alone)
+        ]
 
     @property
     def shards(self) -> list[tuple[Stream, str]]:
         """Those of the sets of `data.validation`, each once: its stream, and its name for `Stream.open_shard`."""
         streams = self.blend.streams if self.blend is not None and self.in_turn else ()
-        found = {(one.directory, each.shard): (one, each.shard) for one in streams for each in one.segments}
+        found = {(s.directory, segment.shard): (s, segment.shard) for s in streams for segment in s.segments}
         return list(found.values())
 
 
@@ -82,35 +87,29 @@ def open_held_out(
 ) -> HeldOut:  # fmt: skip
     """here: corpora of the recipe; out: those that were taken out of it; blends: weights by name, oldest first."""
     streams, problem_by_name = dict[str, Stream](), dict[str, str]()
-
-    def add(name: str, path: Path, manifest: Manifest) -> None:
-        # A split shorter than a sequence holds no sample.
-        if manifest.count_tokens(SPLIT) > sequence_length:
-            streams[name] = Stream(path, manifest, SPLIT)
-
-    for name, path_and_manifest in here.items():
-        add(name, *path_and_manifest)
-    for name, old_share in out.items():
+    for name in [*here, *out]:
         try:
-            add(name, *open_share(old_share))
+            path, manifest = here[name] if name in here else open_share(out[name])
+            # A split shorter than a sequence holds no sample.
+            if manifest.count_tokens(SPLIT) > sequence_length:
+                streams[name] = Stream(path, manifest, SPLIT)
         except DataError as error:
+            if name in here:
+                raise
             problem_by_name[name] = str(error)
 
     def source(weights: Mapping[str, float]) -> Source | None:
-        chosen_names = [name for name in streams if name in weights]
-        if not chosen_names:
+        chosen = {name: stream for name, stream in streams.items() if name in weights}
+        if not chosen:
             return None
-        ordered_corpora = [OrderedCorpus(name, streams[name].tokens, weights[name]) for name in chosen_names]
-        return Source(
-            Order(ordered_corpora, sequence_length, seed), [streams[name] for name in chosen_names], eod
-        )
+        corpora = [OrderedCorpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
+        return Source(Order(corpora, sequence_length, seed), list(chosen.values()), eod)
 
     measured_weights = next((w for w in blends if any(name in streams for name in w)), blends[-1])
     alone_source = source(dict.fromkeys(streams, 1.0)) if len(streams) > 1 else None
     unmeasured_names = [name for name in here if name not in streams]
-    return HeldOut(
-        source(measured_weights), tuple(blends[0]), alone_source, unmeasured_names, problem_by_name
-    )
+    blend_source = source(measured_weights)
+    return HeldOut(blend_source, tuple(blends[0]), alone_source, unmeasured_names, problem_by_name)
 
 
 def open_sets(
@@ -161,30 +160,24 @@ def samples_in_turn(order: Order, count: int) -> CorpusSamples:
 def corpus_samples(blend: Order, computed: int, alone: Order, count: int) -> CorpusSamples:
     """The first `count` samples of every corpus of `alone`, each once, or all that a smaller corpus has; the first
     `computed` positions of `blend` are there already."""
-    known_places = {
-        sample_key: place for place, sample_key in enumerate(_samples(blend, np.arange(computed)))
-    }
+    known_places = {sample: place for place, sample in enumerate(_samples(blend, np.arange(computed)))}
     further_positions, places_by_corpus = [np.empty(0, np.int64)], dict[str, list[int]]()
     next_place = computed
     for corpus_index, corpus in enumerate(alone.corpora):
         positions = alone.positions_at(corpus_index, np.arange(min(count, alone.sequences[corpus_index])))
-        own_places = [known_places.get(sample_key) for sample_key in _samples(alone, positions)]
-        is_new = np.array([place is None for place in own_places], dtype=bool)
+        own_places = [known_places.get(sample, -1) for sample in _samples(alone, positions)]
+        places = np.array(own_places, dtype=np.int64)
+        is_new = places < 0
         further_positions.append(positions[is_new])
-        later_places = iter(range(next_place, next_place := next_place + int(is_new.sum())))
-        places_by_corpus[corpus.name] = [
-            next(later_places) if place is None else place for place in own_places
-        ]
+        places[is_new] = next_place + np.arange(is_new.sum())
+        next_place += int(is_new.sum())
+        places_by_corpus[corpus.name] = places.tolist()
     return CorpusSamples(np.concatenate(further_positions), places_by_corpus)
 
 
 def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
     found = order.locate_samples(positions)
     return [(order.corpora[c].name, s) for c, s in zip(found.corpus, found.sequence.tolist(), strict=True)]
-
-
-def _names(order: Order) -> list[str]:
-    return sorted(f"{corpus.name} {corpus.fingerprint}".strip() for corpus in order.corpora)
 
 
 def open_share(share: Share) -> tuple[Path, Manifest]:
@@ -219,7 +212,7 @@ class Corpora:
 
     @property
     def fingerprints(self) -> list[str]:
-        return [corpus_share.fingerprint for corpus_share in self.shares]
+        return [share.fingerprint for share in self.shares]
 
     @property
     def order_fingerprint(self) -> str:
@@ -234,9 +227,8 @@ class Corpora:
     def known_by(self, fingerprint: str, cursor: int) -> int | None:
         """How many of `exchanges` a checkpoint at `cursor` with `fingerprint` knew (the largest number that fits); None
         if its order was a different one."""
-        train_order = self.train.order
         for exchange_count in range(len(self.exchanges), -1, -1):
-            earlier_order = train_order.with_exchanges([], exchange_count)
+            earlier_order = self.train.order.with_exchanges([], exchange_count)
             if self._fingerprint_until(earlier_order, cursor) == fingerprint:
                 return exchange_count
         return None
@@ -250,10 +242,8 @@ class Corpora:
         """Whether the recipe asks for another blend than the run's current one."""
         wanted = [OrderedCorpus(share.name, share.tokens, share.weight) for share in self.shares]
         wanted_quotas = {c.name: quota for c, quota in zip(wanted, blend_quotas(wanted, BLOCK), strict=True)}
-        order = self.train.order
-        return wanted_quotas != {
-            c.name: quota for c, quota in zip(order.corpora, order.quotas, strict=True) if quota
-        }
+        present_quotas = zip(self.train.order.corpora, self.train.order.quotas, strict=True)
+        return wanted_quotas != {corpus.name: quota for corpus, quota in present_quotas if quota}
 
     @property
     def _all_fingerprints(self) -> list[str]:
@@ -304,30 +294,24 @@ def open_corpora(
     here = {manifest.name: (corpus.path, manifest) for corpus, manifest in zip(given, manifests, strict=True)}
     out = {share.name: share for entry in valid for share in entry.corpora if share.name not in here}
     streams = [Stream(set_path, manifest, "train") for set_path, manifest in here.values()]
-    train = Order(
-        [
-            OrderedCorpus(share.name, share.tokens, share.weight, share.fingerprint)
-            for share in (*shares, *out.values())
-        ],
-        sequence_length,
-        seed,
-        phases=order_phases(valid),
-        exchanges=[entry.done for entry in moves],
-    )
-    streams += [_taken_out(share) for share in out.values()]
+    known_shares = [*shares, *out.values()]
+    ordered_corpora = [OrderedCorpus(s.name, s.tokens, s.weight, s.fingerprint) for s in known_shares]
+    exchanges = [entry.done for entry in moves]
+    train = Order(ordered_corpora, sequence_length, seed, phases=order_phases(valid), exchanges=exchanges)
+    for share in out.values():
+        try:
+            streams.append(Stream(*open_share(share), "train"))
+        except DataError as error:
+            streams.append(GoneStream(share, str(error)))
     # The blend that the recipe asks for counts as the last one, also before blends.jsonl has a line for it.
     weights_by_blend = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
     if validation:
-        manifest_by_folder = {
-            set_path: Manifest.load_manifest(set_path)
-            for set_path in (find_recipe(given_set.path) for given_set in validation)
-        }
+        set_paths = [find_recipe(given_set.path) for given_set in validation]
+        manifest_by_folder = {set_path: Manifest.load_manifest(set_path) for set_path in set_paths}
         for set_path, manifest in manifest_by_folder.items():
             _check_tokenizer("data.validation", set_path, manifest.tokenizer, given[0].path, tokenizer)
-        trained_fingerprints = {share.fingerprint for share in (*shares, *out.values())}
-        held_out = open_sets(
-            validation, manifest_by_folder, trained_fingerprints, sequence_length, seed, tokenizer.eod
-        )
+        trained = {share.fingerprint for share in known_shares}
+        held_out = open_sets(validation, manifest_by_folder, trained, sequence_length, seed, tokenizer.eod)
     else:
         held_out = open_held_out(here, out, weights_by_blend, sequence_length, seed, tokenizer.eod)
     return Corpora(
@@ -352,13 +336,6 @@ def _check_tokenizer(key: str, path: Path, its: TokenizerInfo, first: Path, toke
         )
 
 
-def _taken_out(share: Share) -> Stream:
-    try:
-        return Stream(*open_share(share), "train")
-    except DataError as error:
-        return GoneStream(share, str(error))
-
-
 # Muennighoff et al., arXiv:2305.16264: up to 4 epochs are about as good as new text; a repetition is worth 1/e of new
 # text after about 15.
 WORTH_LITTLE = 16
@@ -369,18 +346,16 @@ def describe_epochs(source: Source, samples: int) -> str:
     """How often a run of `samples` positions reads every corpus."""
     order = source.order
     read = zip(order.corpora, source.streams, order.samples_before(samples), order.sequences, strict=True)
-    return "epochs of this run: " + ", ".join(
-        f"{corpus.name}{_elsewhere(corpus.name, stream)} {_show_epochs(samples_read / corpus_size)}"
-        for corpus, stream, samples_read, corpus_size in read
-        if samples_read
-    )
-
-
-def _elsewhere(name: str, stream: Stream) -> str:
-    """The folder of a corpus, if that has another name: a copy, planted or pruned, is called as the original is."""
-    if isinstance(stream, GoneStream) or find_recipe(stream.directory).resolve().name == name:
-        return ""
-    return f" ({make_visible(stream.directory)})"
+    epoch_texts = []
+    for corpus, stream, samples_read, corpus_size in read:
+        if not samples_read:
+            continue
+        # With its folder, if that has another name: a copy, planted or pruned, is called as the original is.
+        is_gone = isinstance(stream, GoneStream)
+        is_elsewhere = not is_gone and find_recipe(stream.directory).resolve().name != corpus.name
+        folder_text = f" ({make_visible(stream.directory)})" if is_elsewhere else ""
+        epoch_texts.append(f"{corpus.name}{folder_text} {_show_epochs(samples_read / corpus_size)}")
+    return "epochs of this run: " + ", ".join(epoch_texts)
 
 
 def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
@@ -392,12 +367,11 @@ def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
         evaluated: the recipe asks for validation.
     """
     order = corpora.train.order
+    samples_read = zip(order.corpora, order.samples_before(samples), order.sequences, strict=True)
     warning_texts = [
         f"the run reads the corpus {corpus.name} {_show_epochs(done / corpus_size)} times; after about {WORTH_LITTLE} "
         "little is left to learn (arXiv:2305.16264): more text, a lower weight, or fewer train.steps"
-        for corpus, done, corpus_size in zip(
-            order.corpora, order.samples_before(samples), order.sequences, strict=True
-        )
+        for corpus, done, corpus_size in samples_read
         if done > WORTH_LITTLE * corpus_size
     ]
     total_weight = sum(share.weight for share in corpora.shares)
@@ -410,25 +384,19 @@ def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
                 f"{wanted_quota:.3g} of them ({100 * (quota / wanted_quota - 1):+.0f} %): shares are whole numbers of "
                 f"{order.block}; merge small corpora into one, or choose a weight that is"
             )
-    if evaluated:
-        warning_texts += _missing_validation(corpora)
+    held_out = corpora.held_out
+    if evaluated and held_out.without:
+        token_counts = {manifest.name: manifest.count_tokens(SPLIT) for manifest in corpora.manifests}
+        split_texts = ", ".join(
+            f"{name} has {token_counts[name]:,} tokens" if token_counts[name] else f"{name} has none"
+            for name in held_out.without
+        )
+        what = "no validation loss at all" if held_out.blend is None else "corpora without a validation loss"
+        warning_texts.append(
+            f"{what}: the validation split of {split_texts}, a sample needs {order.sequence_length + 1:,} "
+            "(megastable prepare shards --validation or --validation-input; train.eval_samples=0 if none is wanted)"
+        )
     return warning_texts
-
-
-def _missing_validation(corpora: Corpora) -> Sequence[str]:
-    held_out, sequence_length = corpora.held_out, corpora.train.order.sequence_length
-    if not held_out.without:
-        return ()
-    token_counts = {manifest.name: manifest.count_tokens(SPLIT) for manifest in corpora.manifests}
-    split_texts = ", ".join(
-        f"{name} has {token_counts[name]:,} tokens" if token_counts[name] else f"{name} has none"
-        for name in held_out.without
-    )
-    what = "no validation loss at all" if held_out.blend is None else "corpora without a validation loss"
-    return [
-        f"{what}: the validation split of {split_texts}, a sample needs {sequence_length + 1:,} "
-        "(megastable prepare shards --validation or --validation-input; train.eval_samples=0 if none is wanted)"
-    ]
 
 
 def _show_epochs(epochs: float) -> str:

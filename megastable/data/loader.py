@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from megastable.base.errors import ConfigError
+from megastable.config.tree import DataConfig
 from megastable.config.warmups import Stages
 from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
@@ -59,22 +60,35 @@ class Step:
         """The positions of [first, next) that were skipped: ranges [first, end), ascending."""
         position_edges = np.concatenate([[self.first - 1], self.positions, [self.next]])
         gap_indexes = np.flatnonzero(np.diff(position_edges) > 1)
-        return (
-            np.column_stack([position_edges[gap_indexes] + 1, position_edges[gap_indexes + 1]])
-            .ravel()
-            .tolist()
-        )
+        skipped_edges = np.column_stack([position_edges[gap_indexes] + 1, position_edges[gap_indexes + 1]])
+        return skipped_edges.ravel().tolist()
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank reads of every global batch: of every `data_size` micro-batches of `micro_batch` samples that of
+    `data_rank`, and of each sample the tokens of `context_rank` in its context group of `context_size`."""
+
+    micro_batch: int
+    data_rank: int = 0
+    data_size: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+
+    @property
+    def unit(self) -> int:
+        """A global batch is a multiple of this many samples."""
+        return self.micro_batch * self.data_size
 
 
 class Loader:
     """An endless iterator of `Step`s from `cursor` on.
 
-    `cursor` is always the one after the last step handed out: the state to save. A thread prefetches up to `prefetch`
-    steps; it calls nothing collective, and an error in it is raised by the `next()` of the step that it belongs to.
-    Call `close()`, or use it as a context manager. `global_batch`: of the step at a cursor, or of every step.
-    `pin_memory` puts tokens, labels and segments into pinned memory. `part`: rank in, and size of, the context group
-    that shares the samples. `pieces`: length of the pieces that the sample at a position is cut into; None: they are
-    whole.
+    `cursor` is always the one after the last step handed out: the state to save. A thread prefetches up to
+    `config.prefetch` steps; it calls nothing collective, and an error in it is raised by the `next()` of the step that
+    it belongs to. Call `close()`, or use it as a context manager. `global_batch`: of the step at a cursor, or of every
+    step. `pin_memory` puts tokens, labels and segments into pinned memory. `pieces`: length of the pieces that the
+    sample at a position is cut into; None: they are whole.
     """
 
     def __init__(
@@ -83,36 +97,31 @@ class Loader:
         skips: Skips | Selection,
         cursor: int,
         global_batch: Stages | int,
-        micro_batch: int,
-        data_rank: int,
-        data_size: int,
-        keep_documents_apart: bool,
-        prefetch: int = 2,
+        part: RankPart,
+        config: DataConfig,
         pin_memory: bool = False,
-        part: tuple[int, int] = (0, 1),
         pieces: Stages | None = None,
     ) -> None:
         batch_stages = Stages.of_constant(global_batch) if isinstance(global_batch, int) else global_batch
-        unit = micro_batch * data_size
-        if wrong_sizes := [n for n in batch_stages.values if min(n, micro_batch, data_size) < 1 or n % unit]:
+        least = min(part.micro_batch, part.data_size)
+        if wrong_sizes := [n for n in batch_stages.values if min(n, least) < 1 or n % part.unit]:
             raise ConfigError(
-                f"a global batch of {wrong_sizes[0]} cannot be cut into micro-batches of {micro_batch} on "
-                f"{data_size} data-parallel ranks: make it a multiple of their product"
+                f"a global batch of {wrong_sizes[0]} cannot be cut into micro-batches of {part.micro_batch} on "
+                f"{part.data_size} data-parallel ranks: make it a multiple of their product"
             )
-        if not 0 <= data_rank < data_size:
-            raise ConfigError(f"data-parallel rank {data_rank} of {data_size}")
-        sequence_length, (part_rank, part_count) = source.order.sequence_length, part
-        if not 0 <= part_rank < part_count or sequence_length % part_count:
-            raise ConfigError(f"part {part_rank} of {part_count} of sequences of {sequence_length} tokens")
-        self._part = slice(
-            part_rank * sequence_length // part_count, (part_rank + 1) * sequence_length // part_count
-        )
+        if not 0 <= part.data_rank < part.data_size:
+            raise ConfigError(f"data-parallel rank {part.data_rank} of {part.data_size}")
+        sequence_length = source.order.sequence_length
+        if not 0 <= part.context_rank < part.context_size or sequence_length % part.context_size:
+            raise ConfigError(
+                f"part {part.context_rank} of {part.context_size} of sequences of {sequence_length} tokens"
+            )
+        own_tokens = sequence_length // part.context_size
+        self._own_tokens = slice(part.context_rank * own_tokens, (part.context_rank + 1) * own_tokens)
         self.source, self.skips, self.cursor = source, skips, cursor
         self.batches, self.pieces = batch_stages, pieces or Stages.of_constant(sequence_length)
-        self.keep_documents_apart = keep_documents_apart
-        self.pin_memory = pin_memory
-        self._mine_shape, self._data_rank = (data_size, micro_batch), data_rank
-        self._prefetch = max(prefetch, 1)
+        self.part, self.pin_memory = part, pin_memory
+        self.keep_documents_apart, self._prefetch = config.keep_documents_apart, config.prefetch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: deque[Future[Step]] = deque()
         self._fill(self._prefetch)
@@ -138,9 +147,10 @@ class Loader:
         move."""
         piece_lengths = lengths_at(self.pieces, positions)
         whole = bool((piece_lengths == self.source.order.sequence_length).all())
-        own_indexes = np.arange(positions.size).reshape(-1, *self._mine_shape)[:, self._data_rank]
+        own_indexes = np.arange(positions.size).reshape(-1, self.part.data_size, self.part.micro_batch)
         return [
-            self._micro_batch(positions[part], None if whole else piece_lengths[part]) for part in own_indexes
+            self._micro_batch(positions[indexes], None if whole else piece_lengths[indexes])
+            for indexes in own_indexes[:, self.part.data_rank]
         ]
 
     @property
@@ -151,7 +161,7 @@ class Loader:
     @property
     def unit(self) -> int:
         """`read_micro_batches` takes multiples of this many positions."""
-        return self._mine_shape[0] * self._mine_shape[1]
+        return self.part.unit
 
     def close(self) -> None:
         """End the thread, after the step that it is reading."""
@@ -177,18 +187,15 @@ class Loader:
         """Read one step, in the thread: the step after `before` (done, or cancelled after this one), or at a cursor."""
         first_cursor = before if isinstance(before, int) else before.result().next
         positions, next_cursor = skips.next_kept(first_cursor, self.batches.value_at(first_cursor))
-        return Step(
-            first_cursor,
-            next_cursor,
-            positions,
-            self.read_micro_batches(positions),
-            self.pieces.value_at(next_cursor - 1),
-        )
+        piece = self.pieces.value_at(next_cursor - 1)
+        return Step(first_cursor, next_cursor, positions, self.read_micro_batches(positions), piece)
 
     def _micro_batch(self, positions: Int64s, lengths: Int64s | None) -> MicroBatch:
         """lengths: of the pieces that the samples are cut into, int64 [b]; None: they are whole."""
         samples = self.source.read_samples(positions)
-        tokens, labels = (np.ascontiguousarray(x[:, self._part]) for x in (samples[:, :-1], samples[:, 1:]))
+        tokens, labels = (
+            np.ascontiguousarray(x[:, self._own_tokens]) for x in (samples[:, :-1], samples[:, 1:])
+        )
         eod_token = self.source.eod if self.keep_documents_apart else None
         is_cut = eod_token is not None or lengths is not None
         segments = segments_of(samples[:, :-1], eod_token, lengths) if is_cut else None
@@ -201,8 +208,8 @@ class Loader:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         """A tensor for the GPU, pinned: pinning takes time, which the thread has."""
-        given_tensor = torch.from_numpy(array)
-        return given_tensor.pin_memory() if self.pin_memory else given_tensor
+        plain_tensor = torch.from_numpy(array)
+        return plain_tensor.pin_memory() if self.pin_memory else plain_tensor
 
 
 def lengths_at(pieces: Stages, positions: Int64s) -> Int64s:

@@ -138,7 +138,10 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            raise DataError(f"{path}: {_first_problem(error)}") from error
+            problem = error.errors()[0]
+            problem_place = ".".join(map(str, problem["loc"]))
+            problem_text = str(problem["msg"]).removeprefix("Value error, ")
+            raise DataError(": ".join(filter(None, [str(path), problem_place, problem_text]))) from error
 
     def save_manifest(self, directory: Path) -> None:
         """Write DIRECTORY/manifest.json atomically. Raises DataError if the disk fails."""
@@ -225,9 +228,8 @@ class Stream:
         while count > 0:
             segment, segment_begin = self.segments[segment_number], first - int(self._edges[segment_number])
             length = min(count, segment.tokens - segment_begin)
-            found_pieces.append(
-                (self._shard(segment_number), segment.first_token + segment_begin, length, first)
-            )
+            shard, shard_offset = self._shard(segment_number), segment.first_token + segment_begin
+            found_pieces.append((shard, shard_offset, length, first))
             first, count, segment_number = first + length, count - length, segment_number + 1
         return found_pieces
 
@@ -247,15 +249,15 @@ class Stream:
         return shard
 
     def _check_edges(self, shard: Shard, segment: Segment) -> None:
-        edges = (segment.first_token, segment.end)
+        first, end = segment.first_token, segment.end
         is_whole = all(
             edge == shard.tokens or shard.document_bounds(shard.document_of(edge))[0] == edge
-            for edge in edges
+            for edge in (first, end)
         )
-        document_count = shard.documents_before(edges[1]) - shard.documents_before(edges[0])
+        document_count = shard.documents_before(end) - shard.documents_before(first)
         if not is_whole or document_count != segment.documents:
             raise DataError(
-                f"{self.directory / FILE}: split {self.split!r} takes tokens {edges[0]} to {edges[1]} of "
+                f"{self.directory / FILE}: split {self.split!r} takes tokens {first} to {end} of "
                 f"{segment.shard} as {segment.documents} whole documents, but its index disagrees: "
                 "prepare the corpus again"
             )
@@ -319,14 +321,13 @@ def split_at_document(
             ("validation", shard_info.tokens - cut_token, shard_info.documents - documents_before, cut_token),
         ):
             if token_count:
-                segments_by_split[split].append(
-                    Segment(
-                        shard=shard_info.name,
-                        first_token=first_token,
-                        tokens=token_count,
-                        documents=document_count,
-                    )
+                segment = Segment(
+                    shard=shard_info.name,
+                    first_token=first_token,
+                    tokens=token_count,
+                    documents=document_count,
                 )
+                segments_by_split[split].append(segment)
     if not segments_by_split["train"]:
         raise DataError("nothing is left to train on: the corpus is empty or its last document is most of it")
     return {split: segments for split, segments in segments_by_split.items() if segments}
@@ -341,10 +342,3 @@ def _check_sizes(directory: Path, info: ShardInfo) -> None:
                 f"{directory / info.name}{suffix} has {actual_bytes} bytes, the manifest says {manifest_bytes}: "
                 "the shard changed after its manifest was written, restore it or prepare the corpus again"
             )
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    problem_place = ".".join(str(part) for part in problem["loc"])
-    problem_text = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{problem_place}: {problem_text}" if problem_place else problem_text

@@ -114,9 +114,7 @@ class Order:
         self.block = block
         self.phases = tuple(phases) or (Phase(0, {c.name: c.weight for c in self.corpora}),)
         starts = [phase.block for phase in self.phases]
-        if starts[0] != 0 or any(
-            earlier_start >= later_start for earlier_start, later_start in pairwise(starts)
-        ):
+        if starts[0] != 0 or starts != sorted(set(starts)):
             raise ConfigError(f"the blend's phases begin at the blocks {starts}: 0 first, then ascending")
         # All quotas by phase and corpus, and the number of samples of each corpus before a phase.
         self._quotas = np.array([self._blend(phase.weights) for phase in self.phases], dtype=np.int64)
@@ -181,24 +179,21 @@ class Order:
         epoch_numbers = set(range(first_slot // size, -(-last_slot // size)))
         if corpus in self._exchanged:  # with samples of other epochs
             slots, moved_samples = self.moved_slots(corpus).T
-            epoch_numbers |= set(
-                (moved_samples[(first_slot <= slots) & (slots < last_slot)] // size).tolist()
-            )
+            is_within = (first_slot <= slots) & (slots < last_slot)
+            epoch_numbers |= set((moved_samples[is_within] // size).tolist())
         for epoch in sorted(epoch_numbers):
-            round_key_array = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
-            samples = epoch * size + unpermute_values(wanted, np.full(wanted.size, size), round_key_array)
-            samples_by_epoch.append(samples)
+            epoch_keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
+            numbers_in_epoch = unpermute_values(wanted, np.full(wanted.size, size), epoch_keys)
+            samples_by_epoch.append(epoch * size + numbers_in_epoch)
         slots = self._slots_of(corpus, np.concatenate(samples_by_epoch))
         return np.sort(self.positions_at(corpus, slots[(first_slot <= slots) & (slots < last_slot)]))
 
     def samples_before(self, position: int) -> list[int]:
         """Number of samples that each corpus gives to the positions [0, position)."""
         block, slot = divmod(position, self.block)
-        phase_number = self._phase(block)
+        phase = self._phase(block)
         block_counts = np.bincount(self._shuffled(block)[0][:slot], minlength=len(self.corpora))
-        whole_blocks = (
-            self._before[phase_number] + (block - self._starts[phase_number]) * self._quotas[phase_number]
-        )
+        whole_blocks = self._before[phase] + (block - self._starts[phase]) * self._quotas[phase]
         return (whole_blocks + block_counts).tolist()
 
     def moved_to(self, other: Order, positions: npt.ArrayLike) -> Int64s:
@@ -249,12 +244,9 @@ class Order:
         """
         phase_count = len(self.phases) if phases is None else phases
         used = self._quotas[:phase_count].sum(axis=0) > 0
+        described = zip(self.corpora, self._quotas[0].tolist(), manifest_fingerprints, used, strict=True)
         corpora = sorted(
-            [corpus.name, corpus.tokens, int(self._quotas[0, corpus_index]), fingerprint]
-            for corpus_index, (corpus, fingerprint) in enumerate(
-                zip(self.corpora, manifest_fingerprints, strict=True)
-            )
-            if used[corpus_index]
+            [c.name, c.tokens, quota, given] for c, quota, given, is_used in described if is_used
         )
         hashed_content: list[Any] = [VERSION, self.seed, self.sequence_length, self.block, corpora]
         for phase_number in range(1, phase_count):
@@ -263,16 +255,13 @@ class Order:
                 [int(self._starts[phase_number]), sorted([c.name, quota] for c, quota in quotas if quota)]
             )
         slot_ends = self.samples_before(before) if before is not None else [LAST_POSITION] * len(self.corpora)
-        moved_by_corpus = (
-            (c.name, self.moved_slots(corpus_index), slot_end)
-            for corpus_index, (c, slot_end) in enumerate(zip(self.corpora, slot_ends, strict=True))
-        )
-        if exchanged_slots := sorted(
-            [name, slots[slots[:, 0] < slot_end].tolist()]
-            for name, slots, slot_end in moved_by_corpus
-            if (slots[:, 0] < slot_end).any()
-        ):
-            hashed_content.append({"exchanged": exchanged_slots})
+        exchanged_slots = list[list[Any]]()
+        for corpus_index, (corpus, slot_end) in enumerate(zip(self.corpora, slot_ends, strict=True)):
+            slots = self.moved_slots(corpus_index)
+            if (slots[:, 0] < slot_end).any():
+                exchanged_slots.append([corpus.name, slots[slots[:, 0] < slot_end].tolist()])
+        if exchanged_slots:
+            hashed_content.append({"exchanged": sorted(exchanged_slots)})
         return hashlib.sha256(json.dumps(hashed_content).encode()).hexdigest()
 
     def _blend(self, weights: Mapping[str, float]) -> list[int]:
@@ -292,12 +281,10 @@ class Order:
     def samples_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The corpus of each of n positions, and the number of its sample there."""
         corpus_indexes, slots = self.slots_at(positions)
-        if not self._exchanged:
-            return corpus_indexes, slots
-        samples = slots.copy()
-        for corpus_index, exchange_table in self._exchanged.items():
+        samples = slots.copy() if self._exchanged else slots
+        for corpus_index, exchanged in self._exchanged.items():
             is_own = corpus_indexes == corpus_index
-            samples[is_own] = exchange_table.samples_at_slots(slots[is_own])
+            samples[is_own] = _looked_up(slots[is_own], *exchanged.samples_by_slot)
         return corpus_indexes, samples
 
     def slots_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
@@ -308,17 +295,17 @@ class Order:
         corpus_indexes, turn_numbers = np.empty_like(positions), np.empty_like(positions)
         for block_number, members in _groups(blocks):
             slot_corpora, block_turns = self._shuffled(block_number)
-            corpus_indexes[members], turn_numbers[members] = (
-                slot_corpora[slots[members]],
-                block_turns[slots[members]],
-            )
+            corpus_indexes[members] = slot_corpora[slots[members]]
+            turn_numbers[members] = block_turns[slots[members]]
         phase = np.searchsorted(self._starts, blocks, side="right") - 1
         whole_blocks = (blocks - self._starts[phase]) * self._quotas[phase, corpus_indexes]
         return corpus_indexes, self._before[phase, corpus_indexes] + whole_blocks + turn_numbers
 
     def _slots_of(self, corpus: int, samples: Int64s) -> Int64s:
         """The slots of a corpus that hold n of its samples."""
-        return self._exchanged[corpus].slots_of_samples(samples) if corpus in self._exchanged else samples
+        if corpus not in self._exchanged:
+            return samples
+        return _looked_up(samples, *self._exchanged[corpus].slots_by_sample)
 
     def positions_at(self, corpus: int, slots: Int64s) -> Int64s:
         """The positions of n slots of a corpus: the inverse of `slots_at`."""
@@ -330,13 +317,11 @@ class Order:
         blocks, turn_numbers = np.divmod(slots - self._before[phase_numbers, corpus], quota)
         blocks += self._starts[phase_numbers]
         positions = np.empty_like(slots)
-        for block_number, member_indexes in _groups(blocks):
+        for block_number, members in _groups(blocks):
             corpus_places = np.flatnonzero(
                 self._shuffled(block_number)[0] == corpus
             )  # ascending, like its ranks
-            positions[member_indexes] = (
-                block_number * self.block + corpus_places[turn_numbers[member_indexes]]
-            )
+            positions[members] = block_number * self.block + corpus_places[turn_numbers[members]]
         return positions
 
     def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:
@@ -345,9 +330,8 @@ class Order:
         numbers, number_bits = np.arange(self.block, dtype=np.uint64), np.uint64(self.block.bit_length())
         mixed_numbers = _mix(_mix(numbers ^ np.uint64(first_key)) ^ np.uint64(second_key))
         # Sorting hashes that carry their number in the low bits is several times faster than argsort.
-        shuffle = np.sort(mixed_numbers << number_bits | numbers) & (
-            (np.uint64(1) << number_bits) - np.uint64(1)
-        )
+        low_bits = (np.uint64(1) << number_bits) - np.uint64(1)
+        shuffle = np.sort(mixed_numbers << number_bits | numbers) & low_bits
         phase = self._phase(block)
         slot_corpora, turn_numbers = self._slots[phase][shuffle], np.empty(self.block, dtype=np.int64)
         turn_numbers[np.argsort(slot_corpora, kind="stable")] = self._turns[phase]
@@ -427,13 +411,14 @@ def _walk(
 ) -> Int64s:
     """Reduce a bijection of pairs of numbers below ceil(sqrt(size)) to one of [0, size) by cycle walking."""
     size, walked_values = sizes.astype(np.uint64), values.astype(np.uint64)
-    side = _ceil_sqrt(size)
+    unique_sizes, size_indexes = np.unique(size, return_inverse=True)
+    square_roots = [math.isqrt(int(one) - 1) + 1 for one in unique_sizes]  # exact, unlike a float's root
+    side = np.array(square_roots, dtype=np.uint64)[size_indexes]
     walking_indexes = np.arange(walked_values.size)
     while walking_indexes.size:
         modulus = side[walking_indexes]
-        left_half, right_half = rounds(
-            *np.divmod(walked_values[walking_indexes], modulus), modulus, keys[:, walking_indexes]
-        )
+        halves = np.divmod(walked_values[walking_indexes], modulus)
+        left_half, right_half = rounds(*halves, modulus, keys[:, walking_indexes])
         walked_values[walking_indexes] = left_half * modulus + right_half
         walking_indexes = walking_indexes[walked_values[walking_indexes] >= size[walking_indexes]]
     return walked_values.astype(np.int64)
@@ -445,12 +430,6 @@ def _groups(values: Int64s) -> Iterator[tuple[int, Int64s]]:
     for member_indexes in np.split(sorted_indexes, np.flatnonzero(np.diff(values[sorted_indexes])) + 1):
         if member_indexes.size:
             yield int(values[member_indexes[0]]), member_indexes
-
-
-def _ceil_sqrt(sizes: UInt64s) -> UInt64s:
-    unique_sizes, size_indexes = np.unique(sizes, return_inverse=True)
-    square_roots = [math.isqrt(int(size) - 1) + 1 for size in unique_sizes]  # exact, unlike a float's root
-    return np.array(square_roots, dtype=np.uint64)[size_indexes]
 
 
 def _mix(x: UInt64s) -> UInt64s:
@@ -480,8 +459,8 @@ class Exchange:
 class Exchanged:
     """The slots of one corpus that hold other samples than their own: two sorted tables, a lookup takes O(log n).
 
-    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `deferred`: slots whose sample
-    comes from an earlier slot, ascending, int64 [n].
+    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `samples_by_slot`, `slots_by_sample`: keys,
+    ascending, and values. `deferred`: slots whose sample comes from an earlier slot, ascending, int64 [n].
     """
 
     def __init__(self, swaps: Sequence[Swap]) -> None:
@@ -494,17 +473,10 @@ class Exchanged:
         moved_slots = sorted((slot, sample) for slot, sample in held.items() if slot != sample)
         self.moved = np.array(moved_slots, dtype=np.int64).reshape(-1, 2)
         self.deferred = np.array([slot for slot, _ in moved_slots if slot in deferred_slots], dtype=np.int64)
-        self._slots, self._samples = np.ascontiguousarray(self.moved.T)
-        by_sample = np.argsort(self._samples)
-        self._back = self._samples[by_sample], self._slots[by_sample]
-
-    def samples_at_slots(self, slots: Int64s) -> Int64s:
-        """The samples that n slots hold."""
-        return _looked_up(slots, self._slots, self._samples)
-
-    def slots_of_samples(self, samples: Int64s) -> Int64s:
-        """The slots that hold n samples."""
-        return _looked_up(samples, *self._back)
+        self.samples_by_slot = np.ascontiguousarray(self.moved.T)
+        slots, samples = self.samples_by_slot
+        by_sample = np.argsort(samples)
+        self.slots_by_sample = samples[by_sample], slots[by_sample]
 
 
 def swaps_of(firsts: Int64s, seconds: Int64s) -> tuple[Swap, ...]:

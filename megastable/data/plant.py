@@ -30,7 +30,7 @@ from megastable.data.manifest import Manifest, Stream
 from megastable.data.samples import Document, documents_at
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
-from megastable.data.skips import Range, Skips, numbers_of
+from megastable.data.skips import Range, numbers_of, ranges_of
 from megastable.data.tokenizer import check_text, load_tokenizer
 
 PLANTED = "planted.json"
@@ -116,13 +116,10 @@ def positions_of(
         )
     random = np.random.default_rng((seed, 1))
     places = []
-    for step_offset in range(-(-samples // of_each)):
-        chosen_places = random.permutation(batches.value_at(begin))[: samples - step_offset * of_each][
-            :of_each
-        ]
-        places.append(begin + chosen_places)
+    for left in range(samples, 0, -of_each):
+        places.append(begin + random.permutation(batches.value_at(begin))[: min(of_each, left)])
         begin += batches.value_at(begin)
-    return Skips.from_numbers(np.concatenate(places).astype(np.int64)).ranges
+    return ranges_of(np.concatenate(places))
 
 
 def plant_corruption(
@@ -185,10 +182,8 @@ def plant_corruption(
         )
     foreign, source, count = None, "", samples * (length - 1)
     if other is not None:
-        foreign, source = (
-            _foreign(other, corpora, count),
-            Manifest.load_manifest(find_recipe(other)).fingerprint(),
-        )
+        other = find_recipe(other)
+        foreign, source = _foreign(other, corpora, count), Manifest.load_manifest(other).fingerprint()
     elif text is not None:
         foreign, source = _encoded(text, corpus, corpora, count), xxhash.xxh3_128_hexdigest(text.encode())
     planted = Planted(
@@ -210,7 +205,6 @@ def plant_corruption(
 
 def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
     """The first `count` tokens of a corpus that may replace others, int64 [count]."""
-    other = find_recipe(other)
     other_manifest = Manifest.load_manifest(other)
     if other_manifest.tokenizer.xxh3 != corpora.manifests[0].tokenizer.xxh3:
         raise DataError(
@@ -287,9 +281,8 @@ def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens 
     draw_tokens = _drawer(corpora, planted, foreign)
     for first_token in order.locate_samples(numbers_of(planted.positions)).first_token.tolist():
         for shard, shard_offset, count, _ in stream.split_range(first_token + 1, order.sequence_length - 1):
-            planted_tokens = np.where(
-                shard.read_tokens(shard_offset, count) == eod_token, eod_token, draw_tokens(count)
-            )
+            old_tokens = shard.read_tokens(shard_offset, count)
+            planted_tokens = np.where(old_tokens == eod_token, eod_token, draw_tokens(count))
             dtype = little_endian(shard.dtype)
             with with_suffix(staging / shard.name, ".bin").open("r+b") as bin_file:
                 bin_file.seek(shard_offset * dtype.itemsize)

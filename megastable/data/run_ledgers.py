@@ -47,6 +47,7 @@ from megastable.data.skips import (
     Selection,
     Skips,
     numbers_of,
+    ranges_of,
     sequences_of,
 )
 from megastable.run.directory import RunDirectory
@@ -115,6 +116,7 @@ class Skipping:
 
 Int64s = npt.NDArray[np.int64]
 
+NO_NUMBERS = np.empty(0, np.int64)
 AT_ONCE = 1 << 14  # slots examined at a time
 MOST = 1 << 20  # slots examined in all: if so many are taken, none is free
 
@@ -145,15 +147,11 @@ def plan_deferral(order: Order, left: Selection, positions: Int64s, room: Deferr
     positions = np.unique(positions[~left.mask_skipped(positions)])
     corpus_indexes, slots = order.slots_at(positions)
     epochs = slots // np.array(order.sequences)[corpus_indexes]
-    exchanges, old_positions, new_positions = (
-        list[Exchange](),
-        [np.empty(0, np.int64)],
-        [np.empty(0, np.int64)],
-    )
-    taken = {index: np.empty(0, np.int64) for index in np.unique(corpus_indexes).tolist()}
+    exchanges, old_positions, new_positions = list[Exchange](), [NO_NUMBERS], [NO_NUMBERS]
+    taken = dict.fromkeys(np.unique(corpus_indexes).tolist(), NO_NUMBERS)
     for index, epoch in sorted({*zip(corpus_indexes.tolist(), epochs.tolist(), strict=True)}):
         mine = slots[(corpus_indexes == index) & (epochs == epoch)]
-        found = np.empty(0, np.int64)
+        found = NO_NUMBERS
         for first, end, late in _stretches(order, index, epoch, room):
             if found.size < mine.size:
                 more = _free(order, left, index, first, end, late, mine.size - found.size, taken[index])
@@ -198,7 +196,7 @@ def _free(
         found_slots.append(slots[max(0, slots.size - wanted_count) :] if late else slots[:wanted_count])
         if wanted_count <= slots.size:
             break
-    return np.concatenate([np.empty(0, np.int64), *found_slots])
+    return np.concatenate([NO_NUMBERS, *found_slots])
 
 
 class Deferring:
@@ -243,16 +241,13 @@ class Deferring:
 
     def _plan(self, left: Selection, positions: Int64s, step: int, begin: int, ahead: int) -> Deferral | None:
         """As `defer_samples`, with all of `ahead`; None if fewer are left."""
-        end_position = int(positions.max()) + 1
+        end = int(positions.max()) + 1
         if ahead:
             try:
-                more_positions, end_position = left.next_kept(end_position, ahead)
+                more_positions, end = left.next_kept(end, ahead)
             except DataError:
                 return None
             positions = np.concatenate([positions, more_positions])
-        return plan_deferral(self.source.order, left, positions, self._room(left, end_position, step, begin))
-
-    def _room(self, left: Selection, end: int, step: int, begin: int) -> DeferralRoom:
         # Skips on the way only make the run get further.
         last = max(end, self.batches.reach_after(begin, self.steps - step + 1))
 
@@ -263,7 +258,8 @@ class Deferring:
             except DataError:  # nothing is left
                 return last
 
-        return DeferralRoom(end, after(self.verify_steps), after(self.recur_steps), last)
+        room = DeferralRoom(end, after(self.verify_steps), after(self.recur_steps), last)
+        return plan_deferral(self.source.order, left, positions, room)
 
 
 @dataclass(frozen=True)
@@ -283,14 +279,9 @@ class UntoldSamples:
 
 
 def find_unjournalled(
-    incident: int,
-    skipped: Sequence[Range],
-    deferred: Sequence[Range],
-    ledger: Ledger,
-    lines: Sequence[Line],
-    order: Order,
-    cursor: int,
-) -> UntoldSamples:
+    incident: int, skipped: Sequence[Range], deferred: Sequence[Range], ledger: Ledger, lines: Sequence[Line],
+    order: Order, cursor: int,
+) -> UntoldSamples:  # fmt: skip
     """What the skip ledger and the lines of blends.jsonl hold of an incident that the journal does not say.
 
     Args:
@@ -305,20 +296,19 @@ def find_unjournalled(
     own_ledger = ledger.of_incident(incident)
     entries, exclusions = own_ledger.entries, own_ledger.exclusions
     told_skips = Skips.from_ranges(skipped)
-    places = order.locate_samples(numbers_of(told_skips.ranges))
-    identified, freed_by_corpus = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    told_positions = numbers_of(told_skips.ranges)
+    places = order.locate_samples(told_positions)
+    identified, freed_by_corpus = [NO_NUMBERS], [NO_NUMBERS]
     for corpus_index, corpus in enumerate(order.corpora):
         tokens = exclusions.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
         named = numbers_of(sequences_of(tokens, order.sequence_length, order.sequences[corpus_index]).ranges)
         known_sequences = places.sequence[places.corpus == corpus_index]
         identified.append(_nearest(order, corpus_index, np.setdiff1d(named, known_sequences), cursor))
         if any(isinstance(entry, SampleEntry) and entry.released for entry in entries):
-            there = numbers_of(told_skips.ranges)[places.corpus == corpus_index]
+            there = told_positions[places.corpus == corpus_index]
             freed_by_corpus.append(there[~np.isin(known_sequences, named)])
     by_position = [e for e in entries if isinstance(e, SkipEntry)]
-    more_skips = Skips.from_ranges((e.first, e.end) for e in by_position if e.corpus is None).minus(
-        told_skips
-    )
+    ledger_skips = Skips.from_ranges((e.first, e.end) for e in by_position if e.corpus is None)
     # Samples skipped by position are not freed by a line that frees others.
     positions = Skips.from_ranges((e.first, e.end) for e in by_position)
     free = np.concatenate(freed_by_corpus)
@@ -326,7 +316,8 @@ def find_unjournalled(
     exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident]
     reasons = [e.reason for e in [*exchanged, *entries]]
     return UntoldSamples(
-        np.sort(np.concatenate(identified)), numbers_of(more_skips.ranges), free[~positions.mask_skipped(free)],
+        np.sort(np.concatenate(identified)), numbers_of(ledger_skips.minus(told_skips).ranges),
+        free[~positions.mask_skipped(free)],
         here, there,
         reasons[-1] if reasons else "",
     )  # fmt: skip
@@ -349,8 +340,8 @@ def _find_deferred(
         corpus = names.index(line.corpus)
         positions, returns = order.positions_at(corpus, slots), order.positions_at(corpus, later)
         if not known_skips.mask_skipped(positions).all():
-            deferred_ranges += Skips.from_numbers(np.sort(positions)).ranges
-            return_ranges += Skips.from_numbers(np.sort(returns)).ranges
+            deferred_ranges += ranges_of(positions)
+            return_ranges += ranges_of(returns)
     return deferred_ranges, return_ranges
 
 

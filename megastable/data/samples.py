@@ -46,22 +46,21 @@ class Source:
 
     def read_raw_samples(self, positions: Int64s) -> Int64s:
         """As `read_samples`, for any ids."""
-        return self._rows(positions, _raw)
+
+        def read_raw(stream: Stream, first: int, count: int) -> Int64s:
+            pieces = stream.split_range(first, count)
+            raw_pieces = [shard.read_raw(at, length) for shard, at, length, _ in pieces]
+            return np.concatenate(raw_pieces).astype(np.int64)
+
+        return self._rows(positions, read_raw)
 
     def _rows(self, positions: Int64s, read: Callable[[Stream, int, int], Int64s]) -> Int64s:
         token_count = self.order.sequence_length + 1
         tokens = np.empty((len(positions), token_count), dtype=np.int64)
-        sample_places = self.order.locate_samples(positions)
-        for token_row, corpus, first_token in zip(
-            tokens, sample_places.corpus.tolist(), sample_places.first_token.tolist(), strict=True
-        ):
-            token_row[:] = read(self.streams[corpus], first_token, token_count)
+        places = self.order.locate_samples(positions)
+        for row, (corpus, first_token) in enumerate(zip(places.corpus, places.first_token, strict=True)):
+            tokens[row] = read(self.streams[corpus], int(first_token), token_count)
         return tokens
-
-
-def _raw(stream: Stream, first: int, count: int) -> Int64s:
-    pieces = stream.split_range(first, count)
-    return np.concatenate([shard.read_raw(at, length) for shard, at, length, _ in pieces]).astype(np.int64)
 
 
 class Document(BaseModel):
@@ -110,10 +109,8 @@ def documents_at(source: Source, positions: npt.ArrayLike) -> list[Document]:
 
 def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Document]]:
     """The documents of each of `positions`, in the order of its tokens. Cost and errors as for `documents_at`."""
-    return {
-        position: [document_part.document for document_part in found_parts]
-        for position, found_parts in parts_by_position(source, positions).items()
-    }
+    found_parts = parts_by_position(source, positions)
+    return {position: [part.document for part in parts] for position, parts in found_parts.items()}
 
 
 def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[DocumentPart]]:
@@ -124,19 +121,13 @@ def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, lis
 
 def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[DocumentPart]]]:
     """Every position with its parts, in stream order, so that each shard is opened once."""
-    position_array, sample_places = np.asarray(positions), source.order.locate_samples(positions)
-    stream_order = np.lexsort((sample_places.first_token, sample_places.corpus))
-    for position, index, first_token in zip(
-        position_array[stream_order].tolist(),
-        sample_places.corpus[stream_order].tolist(),
-        sample_places.first_token[stream_order].tolist(),
-        strict=True,
-    ):
-        corpus_name = source.order.corpora[index].name
-        yield (
-            position,
-            list(_parts(corpus_name, source.streams[index], first_token, source.order.sequence_length)),
-        )
+    order, places = source.order, source.order.locate_samples(positions)
+    given_positions = np.asarray(positions, dtype=np.int64)
+    position_columns = np.column_stack([given_positions, places.corpus, places.first_token])
+    stream_order = np.lexsort((places.first_token, places.corpus))
+    for position, index, first_token in position_columns[stream_order].tolist():
+        corpus_name, stream = order.corpora[index].name, source.streams[index]
+        yield position, list(_parts(corpus_name, stream, first_token, order.sequence_length))
 
 
 def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[DocumentPart]:
@@ -148,15 +139,9 @@ def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[Docu
                 found_document = Document(
                     corpus=corpus, shard=shard.name, document=document, first_token=begin, tokens=stop - begin
                 )
-                tokens = min(stop, end_token) - token_at
-                token_bytes = little_endian(shard.dtype).itemsize
+                tokens, size = min(stop, end_token) - token_at, little_endian(shard.dtype).itemsize
                 yield DocumentPart(
-                    found_document,
-                    token_at,
-                    tokens,
-                    offset - first,
-                    token_at * token_bytes,
-                    tokens * token_bytes,
+                    found_document, token_at, tokens, offset - first, token_at * size, tokens * size
                 )
                 token_at, offset = token_at + tokens, offset + tokens
             document += 1
@@ -179,10 +164,9 @@ def sample_entropy(source: Source, tokens: int, vocab_size: int) -> float:
     """The unigram entropy, nats per token, of about `tokens` tokens from the beginning of a run's order, drawn from its
     corpora as blended. Ids outside the vocabulary are left out; nan if a shard cannot be read.
     """
+    positions = np.arange(max(1, tokens // source.order.sequence_length))
     try:
-        ids = source.read_raw_samples(np.arange(max(1, tokens // source.order.sequence_length)))[
-            :, :-1
-        ].ravel()
+        ids = source.read_raw_samples(positions)[:, :-1].ravel()
     except DataError:
         return float("nan")
     return unigram_entropy(np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size))

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -179,8 +179,7 @@ def chunk_slices(count: int) -> Iterator[slice]:
 
 def fill_array(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
     """Read an array from byte `at` of a file. Raises DataError if the disk fails or the file ends too early."""
-    byte_view = into.data.cast("B") if into.size else memoryview(b"")
-    bytes_done = 0
+    byte_view, bytes_done = into.data.cast("B") if into.size else memoryview(b""), 0
     while bytes_done < len(byte_view):
         try:
             bytes_read = os.preadv(descriptor, [byte_view[bytes_done:]], at + bytes_done)
@@ -248,13 +247,9 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        prefix: Path,
-        vocab_size: int,
-        modes: bool = False,
-        dtype: DType | None = None,
+        self, prefix: Path, vocab_size: int, modes: bool = False, dtype: DType | None = None,
         hash_only: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """dtype: if it is not the one that `vocab_size` asks for. hash_only: write no file."""
         self.prefix = prefix
         self.vocab_size = vocab_size
@@ -324,12 +319,8 @@ class ShardWriter:
                 f"{where} contains the token id {lowest_id if lowest_id < 0 else highest_id}, outside of "
                 f"0..{self.vocab_size - 1}: tokenizer and vocabulary size do not belong together"
             )
-        self.add_documents(
-            tokens,
-            np.array(lengths, np.int32),
-            np.array(modes or [0] * len(lengths), np.int8),
-            np.array([len(lengths)]),
-        )
+        mode_array = np.array(modes or [0] * len(lengths), np.int8)
+        self.add_documents(tokens, np.array(lengths, np.int32), mode_array, np.array([len(lengths)]))
 
     def add_documents(
         self,
@@ -375,26 +366,23 @@ class ShardWriter:
             self._fail(error)
         self._open.clear()
         return ShardInfo(
-            name=self.prefix.name,
-            dtype=self.dtype,
-            tokens=self.tokens,
-            documents=self.documents,
-            sequences=len(self._lengths),
-            bin_bytes=self._bin.bytes,
-            idx_bytes=self._idx.bytes,
-            bin_xxh3=bin_xxh3,
+            name=self.prefix.name, dtype=self.dtype, tokens=self.tokens, documents=self.documents,
+            sequences=len(self._lengths), bin_bytes=self._bin.bytes, idx_bytes=self._idx.bytes, bin_xxh3=bin_xxh3,
             idx_xxh3=idx_xxh3,
-        )
+        )  # fmt: skip
 
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         write = self._idx.write
-        write(_index_header(self.dtype, len(lengths), self.documents))
-        length_parts = [lengths[part] for part in chunk_slices(len(lengths))]
-        for part in length_parts:
-            write(part.astype("<i4").tobytes())
-        for pointers in _pointers_of(length_parts, self.dtype):
-            write(pointers)
+        type_code = next(type_code for type_code, known in CODES.items() if known == self.dtype)
+        write(HEADER.pack(MAGIC, VERSION, type_code, len(lengths), self.documents + 1))
+        for part in chunk_slices(len(lengths)):
+            write(lengths[part].astype("<i4").tobytes())
+        pointer, itemsize = 0, little_endian(self.dtype).itemsize
+        for part in chunk_slices(len(lengths)):
+            sequence_ends = pointer + np.cumsum(lengths[part], dtype=np.int64) * itemsize
+            write(np.append(pointer, sequence_ends[:-1]).astype("<i8").tobytes())
+            pointer = int(sequence_ends[-1])
         sequence_count = 0
         write(np.zeros(1, "<i8").tobytes())
         for document_slice in chunk_slices(self.documents):
@@ -419,18 +407,3 @@ class ShardWriter:
     def _fail(self, error: OSError) -> NoReturn:
         self._discard()
         raise DataError(f"shard {self.prefix} could not be written: {error}") from error
-
-
-def _index_header(dtype: DType, sequences: int, documents: int) -> bytes:
-    """The first 34 bytes of an `.idx`."""
-    type_code = next(type_code for type_code, known in CODES.items() if known == dtype)
-    return HEADER.pack(MAGIC, VERSION, type_code, sequences, documents + 1)
-
-
-def _pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
-    """The stored pointers of sequences, part by part as their lengths come."""
-    pointer, itemsize = 0, little_endian(dtype).itemsize
-    for length_part in lengths:
-        sequence_ends = pointer + np.cumsum(length_part, dtype=np.int64) * itemsize
-        yield np.append(pointer, sequence_ends[:-1]).astype("<i8").tobytes() if length_part.size else b""
-        pointer = int(sequence_ends[-1]) if length_part.size else pointer

@@ -43,6 +43,14 @@ from megastable.data.shard_format import (
 
 __all__ = ["DType", "Shard", "ShardInfo", "ShardWriter", "Tokens", "hash_file"]
 
+COUNTED = (
+    "dtype",
+    "tokens",
+    "documents",
+    "sequences",
+    "bin_bytes",
+    "idx_bytes",
+)  # what a manifest says of a shard
 _INT32, _INT64, _TWO_INT64 = struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<qq")
 
 
@@ -136,10 +144,11 @@ class Shard:
         )
         if first_document > last_document:
             self._disordered(first_document)
-        found_starts = [np.empty(0, np.int64)]
-        for part in chunk_slices(last_document - first_document):
-            found_starts.append(self.document_edges(first_document + part.start, part.stop - part.start)[:-1])
-        unique_starts = np.unique(np.concatenate(found_starts))
+        found_starts = [
+            self.document_edges(first_document + part.start, part.stop - part.start)[:-1]
+            for part in chunk_slices(last_document - first_document)
+        ]
+        unique_starts = np.unique(np.concatenate([np.empty(0, np.int64), *found_starts]))
         if unique_starts.size and not first <= unique_starts[0] <= unique_starts[-1] < first + count:
             self._disordered(first_document)
         return unique_starts
@@ -184,9 +193,8 @@ class Shard:
         byte_edges[sequences == self.sequences] = self.bin_bytes
         edges_inside = int(np.searchsorted(sequences, self.sequences))
         edges_done = 0
-        while (
-            edges_done < edges_inside
-        ):  # the index may be far larger than the request: read a window at a time
+        # The index may be far larger than the request: read a window at a time.
+        while edges_done < edges_inside:
             # Also the sequence before the first, which ends where the first begins, unless the first is the shard's
             # first.
             window_begin = max(int(sequences[edges_done]) - 1, 0)
@@ -209,12 +217,9 @@ class Shard:
 
     def sequence_lengths(self, sequences: slice) -> npt.NDArray[np.int32]:
         """Tokens of each sequence of a slice [a, b): int32 [b - a]. Raises DataError for a negative one."""
-        byte_offset, length_count = (
-            self._index.lengths + 4 * sequences.start,
-            sequences.stop - sequences.start,
-        )
-        lengths = self._entries("<i4", byte_offset, length_count)
-        if length_count and int(lengths.min()) < 0:
+        byte_offset = self._index.lengths + 4 * sequences.start
+        lengths = self._entries("<i4", byte_offset, sequences.stop - sequences.start)
+        if lengths.size and int(lengths.min()) < 0:
             self._broken_pointer(sequences.start + int(np.argmin(lengths)))
         return lengths
 
@@ -237,23 +242,15 @@ class Shard:
             bin_hash.update(tokens.astype(little_endian(self.dtype)).tobytes())
             if seen is not None:
                 seen(self, token_slice.start, tokens)
+        counts = {key: getattr(self, key) for key in COUNTED}
         fresh_info = ShardInfo(
-            name=self.name,
-            dtype=self.dtype,
-            tokens=self.tokens,
-            documents=self.documents,
-            sequences=self.sequences,
-            bin_bytes=self.bin_bytes,
-            idx_bytes=self.idx_bytes,
-            bin_xxh3=bin_hash.hexdigest(),
-            idx_xxh3=hash_file(self.idx_path),
+            name=self.name, **counts, bin_xxh3=bin_hash.hexdigest(), idx_xxh3=hash_file(self.idx_path)
         )
-        if self.info is not None:
-            for key, path in (("bin_xxh3", self.bin_path), ("idx_xxh3", self.idx_path)):
-                if getattr(fresh_info, key) != getattr(self.info, key):
-                    raise DataError(
-                        f"{path} is not the file that the manifest describes ({key} differs): restore it"
-                    )
+        for key, path in (("bin_xxh3", self.bin_path), ("idx_xxh3", self.idx_path)):
+            if self.info is not None and getattr(fresh_info, key) != getattr(self.info, key):
+                raise DataError(
+                    f"{path} is not the file that the manifest describes ({key} differs): restore it"
+                )
         return fresh_info
 
     def verify_index(self) -> None:
@@ -360,7 +357,7 @@ class Shard:
             )
 
     def _check_info(self, info: ShardInfo) -> None:
-        for key in ("dtype", "tokens", "documents", "sequences", "bin_bytes", "idx_bytes"):
+        for key in COUNTED:
             actual_value, manifest_value = getattr(self, key), getattr(info, key)
             if actual_value != manifest_value:
                 raise DataError(

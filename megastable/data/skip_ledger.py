@@ -98,27 +98,23 @@ def read_entries(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | No
         log.warning("%s: line %d was torn by a crash and is ignored: %r", path, line_number, torn_rest[:200])
     entries = []
     for line_number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            if line.strip():
-                entries.append(_parse_line(path, line_number, line, kind))
-        except DataError as error:
-            if odd is None:
-                raise
-            odd.append(str(error))
+            # Python's parser refuses what is nested too deep; pydantic's refuses strings that cannot be written again.
+            entries.append(kind(json.loads(line)).model_validate_json(line))
+            continue
+        except ValidationError as error:
+            detail = error.errors()[0]
+            problem = ": " + f"{'.'.join(map(str, detail['loc']))} {detail['msg']}".strip()
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
+            problem = f" is not JSON ({error})"
+        remedy_text = f"correct or delete line {line_number} of {path}, nothing else depends on it"
+        problem = f"{path} line {line_number}{problem}: {remedy_text}"
+        if odd is None:
+            raise DataError(problem)
+        odd.append(problem)
     return entries
-
-
-def _parse_line(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
-    remedy_text = f"correct or delete line {number} of {path}, nothing else depends on it"
-    try:
-        # Python's parser refuses what is nested too deep; pydantic's refuses strings that cannot be written again.
-        return kind(json.loads(line)).model_validate_json(line)
-    except ValidationError as error:
-        first_detail = error.errors()[0]
-        error_text = ".".join(str(part) for part in first_detail["loc"]) + " " + str(first_detail["msg"])
-        raise DataError(f"{path} line {number}: {error_text.strip()}: {remedy_text}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
-        raise DataError(f"{path} line {number} is not JSON ({error}): {remedy_text}") from error
 
 
 Int64s = npt.NDArray[np.int64]
@@ -206,9 +202,8 @@ def sample_entries(
             if document.corpus == corpus.name:
                 shards.setdefault(document.shard, []).append(document.document)
         named_shards = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
-        for part_number, edge_part in enumerate(
-            np.split(token_edges, range(RANGES, len(token_edges), RANGES))
-        ):
+        edge_parts = np.split(token_edges, range(RANGES, len(token_edges), RANGES))
+        for part_number, edge_part in enumerate(edge_parts):
             made_entries.append(
                 SampleEntry(
                     corpus=corpus.name, fingerprint=corpus.fingerprint, tokens=edge_part.tolist(), reason=reason,
@@ -216,12 +211,6 @@ def sample_entries(
                 )
             )  # fmt: skip
     return made_entries
-
-
-def _kind_of_line(content: Any) -> type[SkipEntry] | type[SampleEntry]:
-    """The class of a line, by its content."""
-    names_samples = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
-    return SampleEntry if names_samples else SkipEntry
 
 
 @dataclass(frozen=True)
@@ -251,25 +240,21 @@ class Ledger:
                     ranges_by_corpus[entry.corpus].append((entry.first, entry.end))
                     counts[entry.corpus] += 1
             for identity, pairs in pairs_by_identity.items():
-                earlier, ranges = (
-                    tokens.get(identity, NONE),
-                    Skips.from_edges(np.array(pairs, dtype=np.int64)),
-                )
+                earlier = tokens.get(identity, NONE)
+                ranges = Skips.from_edges(np.array(pairs, dtype=np.int64))
                 tokens[identity] = earlier.minus(ranges) if is_release else earlier.union(ranges)
         skipped = {
             corpus: Skips.from_edges(np.array(chosen_ranges, dtype=np.int64))
             for corpus, chosen_ranges in ranges_by_corpus.items()
         }
-        positions = skipped.pop(None, NONE)
+        swapped = {name: skips for name, skips in skipped.items() if name is not None}
         some_tokens = {identity: skips for identity, skips in tokens.items() if skips.count()}
-        return Exclusions(
-            positions, {name: skips for name, skips in skipped.items() if name is not None}, some_tokens, dict(counts)
-        )  # fmt: skip
+        return Exclusions(skipped.get(None, NONE), swapped, some_tokens, dict(counts))
 
     @property
     def reasons(self) -> Counter[str]:
         """Number of lines by reason."""
-        return Counter(ledger_entry.reason for ledger_entry in self.entries)
+        return Counter(entry.reason for entry in self.entries)
 
     def select_usable(
         self, path: Path, order: Order, more: Sequence[Range] = ()
@@ -327,7 +312,7 @@ class Ledger:
         return Ledger(lines).exclusions.of_corpora(known_names), odd
 
     def of_incident(self, number: int) -> Ledger:
-        return Ledger([ledger_entry for ledger_entry in self.entries if ledger_entry.incident == number])
+        return Ledger([entry for entry in self.entries if entry.incident == number])
 
     def without_reason(self, incident: int, reason: str) -> Ledger:
         """All lines except those of an incident that give this reason."""
@@ -336,7 +321,7 @@ class Ledger:
     @property
     def by_position(self) -> Ledger:
         """The lines that name positions."""
-        return Ledger([ledger_entry for ledger_entry in self.entries if isinstance(ledger_entry, SkipEntry)])
+        return Ledger([entry for entry in self.entries if isinstance(entry, SkipEntry)])
 
     @property
     def by_identity(self) -> Ledger:
@@ -346,12 +331,12 @@ class Ledger:
     @property
     def by_others(self) -> Ledger:
         """The lines that were not written by an incident."""
-        return Ledger([ledger_entry for ledger_entry in self.entries if ledger_entry.incident is None])
+        return Ledger([entry for entry in self.entries if entry.incident is None])
 
     @property
     def ever(self) -> Ledger:
         """The lines as if nothing had been released."""
-        return Ledger([ledger_entry for ledger_entry in self.entries if not _releases(ledger_entry)])
+        return Ledger([entry for entry in self.entries if not _releases(entry)])
 
     def lines_until(self, time: float) -> Ledger:
         """The lines written up to a time, in seconds since 1970; lines without a time always count."""
@@ -365,7 +350,12 @@ class Ledger:
 
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
     """The entries of skips.jsonl, oldest first, as `read_entries` reads them."""
-    return read_entries(path, _kind_of_line, odd)
+
+    def choose_kind(content: Any) -> type[SkipEntry] | type[SampleEntry]:
+        names_samples = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
+        return SampleEntry if names_samples else SkipEntry
+
+    return read_entries(path, choose_kind, odd)
 
 
 def release_entries(

@@ -111,13 +111,11 @@ class Skips:
 
     def ranges_between(self, first: int, end: int) -> list[Range]:
         """The skipped ranges inside [first, end), cut off at its edges."""
+        if first >= end:
+            return []
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._firsts, end, side="left"))
-        range_firsts, range_ends = (
-            np.maximum(self._firsts[low:high], first),
-            np.minimum(self._ends[low:high], end),
-        )
-        return list(zip(range_firsts.tolist(), range_ends.tolist(), strict=True)) if first < end else []
+        return Skips(np.maximum(self._firsts[low:high], first), np.minimum(self._ends[low:high], end)).ranges
 
     def gaps(self) -> Skips:
         """The positions in [0, 2^62) that are not skipped."""
@@ -197,15 +195,12 @@ class Selection:
         self.sequences: dict[int, Skips] = {}
         self._out: dict[int, Skips] = {}
         for corpus_index, corpus in enumerate(order.corpora):
-            out = excluded.swapped.get(corpus.name, NONE).union(
-                Skips.from_ranges(order.absent_ranges(corpus_index))
-            )
+            absent = Skips.from_ranges(order.absent_ranges(corpus_index))
+            out = excluded.swapped.get(corpus.name, NONE).union(absent)
             tokens = excluded.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
             chosen_sequences = sequences_of(tokens, order.sequence_length, order.sequences[corpus_index])
             if chosen_sequences.count() == order.sequences[corpus_index]:
-                out = Skips.from_ranges(
-                    [(0, LAST_POSITION)]
-                )  # otherwise the search for a kept one would not end
+                out = NONE.gaps()  # otherwise the search for a kept one would not end
             if chosen_sequences.count():
                 self.sequences[corpus_index] = chosen_sequences
             if out.count():
@@ -226,10 +221,8 @@ class Selection:
         """How much is skipped, as text; empty for nothing."""
         skip_texts = [f"{count:,} positions"] if (count := self.positions.count()) else []
         for corpus_index, sequences in self.sequences.items():
-            of = f"of corpus {self._order.corpora[corpus_index].name} in every epoch"
-            skip_texts.append(
-                f"{sequences.count():,} of {self._order.sequences[corpus_index]:,} samples {of}"
-            )
+            how_many = f"{sequences.count():,} of {self._order.sequences[corpus_index]:,} samples"
+            skip_texts.append(f"{how_many} of corpus {self._order.corpora[corpus_index].name} in every epoch")
         return ", ".join(skip_texts)
 
     @property
@@ -239,13 +232,8 @@ class Selection:
 
     def share_without(self, *corpora: str) -> float:
         """The share of the blend that is left if `corpora` are swapped out as well."""
-        corpus_names = [c.name for c in self._order.corpora]
-        gone_corpora = self._gone() | {corpus_names.index(corpus) for corpus in corpora}
-        quotas_left = [
-            corpus_quota
-            for corpus_index, corpus_quota in enumerate(self._order.quotas)
-            if corpus_index not in gone_corpora
-        ]
+        gone_corpora = self._gone() | {i for i, c in enumerate(self._order.corpora) if c.name in corpora}
+        quotas_left = [quota for i, quota in enumerate(self._order.quotas) if i not in gone_corpora]
         return sum(quotas_left) / sum(self._order.quotas)
 
     @property
@@ -254,16 +242,16 @@ class Selection:
         position."""
         gone_corpora, order = self._gone(), self._order
         quotas_left = (
-            quota * (1 - self.sequences.get(corpus_index, NONE).count() / order.sequences[corpus_index])
-            for corpus_index, quota in enumerate(order.quotas)
-            if corpus_index not in gone_corpora
+            quota * (1 - self.sequences.get(i, NONE).count() / order.sequences[i])
+            for i, quota in enumerate(order.quotas)
+            if i not in gone_corpora
         )
         return sum(quotas_left) / sum(order.quotas)
 
     def mix_at(self, position: int) -> dict[str, float]:
         """The share of each corpus around a position, without corpora swapped out there."""
         quotas = self._order.quotas_at(position)
-        corpora_out = {corpus_index for corpus_index, skips in self._out.items() if skips.contains(position)}
+        corpora_out = {i for i, skips in self._out.items() if skips.contains(position)}
         left = {i: quota for i, quota in enumerate(quotas) if quota and i not in corpora_out}
         return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
 

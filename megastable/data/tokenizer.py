@@ -165,8 +165,7 @@ class Tokenizer(ABC):
         for token in plain_ids:
             if not 0 <= token < self.vocab_size:
                 raise DataError(
-                    f"the token id {token} is outside of 0..{self.vocab_size - 1}, "
-                    f"the vocabulary of {self.file}"
+                    f"the token id {token} is outside of 0..{self.vocab_size - 1}, the vocabulary of {self.file}"
                 )
         return plain_ids
 
@@ -183,8 +182,8 @@ class Tokenizer(ABC):
             eod_reason, eod = "" if isinstance(eod, int) else "named by --eod", int(eod)
             if not 0 <= eod < self.vocab_size:
                 raise DataError(
-                    f"the end-of-document id {eod} is outside of 0..{self.vocab_size - 1}, "
-                    f"the vocabulary of {self.file}"
+                    f"the end-of-document id {eod} is outside of 0..{self.vocab_size - 1}, the vocabulary of "
+                    f"{self.file}"
                 )
             return eod, eod_reason
         if eod is not None:
@@ -197,8 +196,7 @@ class Tokenizer(ABC):
         usual_tokens = [(name, token) for name in END_OF_DOCUMENT if (token := self._id_of(name)) is not None]
         if not usual_tokens:
             raise DataError(
-                f"{self.file} has none of the usual end-of-document tokens ({', '.join(END_OF_DOCUMENT)}): "
-                "name it"
+                f"{self.file} has none of the usual end-of-document tokens ({', '.join(END_OF_DOCUMENT)}): name it"
             )
         other_names = ", ".join(name for name, _ in usual_tokens[1:])
         return usual_tokens[0][1], "by its usual name" + (f", before {other_names}" if other_names else "")
@@ -312,9 +310,8 @@ class HuggingFaceTokenizer(Tokenizer):
         plain_ids, whole_ids = (
             self.model.encode("a", add_special_tokens=added).ids for added in (False, True)
         )
-        text_index = next(
-            (i for i in range(len(whole_ids)) if whole_ids[i : i + len(plain_ids)] == plain_ids), 0
-        )
+        begins = range(len(whole_ids))
+        text_index = next((i for i in begins if whole_ids[i : i + len(plain_ids)] == plain_ids), 0)
         return tuple(whole_ids[:text_index])
 
     def _id_of(self, piece: str) -> int | None:
@@ -329,8 +326,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return added_token is not None and bool(added_token.special)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        batch_encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(text_encoding.ids, dtype=np.int32) for text_encoding in batch_encodings]
+        encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.model.decode(self._checked(ids), skip_special_tokens=True))
@@ -346,26 +343,23 @@ def load_tokenizer(
     begins a document, "own": the tokenizer's own. Raises DataError if there is no tokenizer, more than one, or no such
     token.
     """
-    tokenizer_file = _tokenizer_file(path)
-    try:
-        content = tokenizer_file.read_bytes()
-    except OSError as error:
-        raise DataError(f"the tokenizer {tokenizer_file} cannot be read: {error.strerror}") from error
-    tokenizer_class = HuggingFaceTokenizer if tokenizer_file.suffix == ".json" else SentencePieceTokenizer
-    return tokenizer_class(tokenizer_file, content, eod, bos)
-
-
-def _tokenizer_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
     # Repositories with both forms of one tokenizer keep the .json up to date.
     if (path / "tokenizer.json").is_file():
-        return path / "tokenizer.json"
-    model_files = sorted(path.glob("*.model"))
-    if len(model_files) != 1:
-        found = ", ".join(model.name for model in model_files) or "neither"
-        raise DataError(f"{path} should hold tokenizer.json or one .model file, found {found}: name the file")
-    return model_files[0]
+        path /= "tokenizer.json"
+    elif path.is_dir():
+        model_files = sorted(path.glob("*.model"))
+        if len(model_files) != 1:
+            found = ", ".join(model.name for model in model_files) or "neither"
+            raise DataError(
+                f"{path} should hold tokenizer.json or one .model file, found {found}: name the file"
+            )
+        path = model_files[0]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+    tokenizer_class = HuggingFaceTokenizer if path.suffix == ".json" else SentencePieceTokenizer
+    return tokenizer_class(path, content, eod, bos)
 
 
 MOST_LOST = 0.01  # of the text, unless more is allowed
@@ -404,28 +398,21 @@ class LossCounter:
             ids: The tokens of each, int32, without those that begin and end it.
         """
         tokens = np.concatenate([np.empty(0, np.int32), *ids])
-        is_unknown = np.zeros(0, bool) if self._unknown is None else tokens == self._unknown
-        if self._unknown is not None and not is_unknown.any():
-            return [0] * len(texts)  # what misses bytes and has no unknown token was normalised
-        document_ends = np.cumsum([0, *map(len, ids)])
+        is_unknown = np.zeros(tokens.size, bool) if self._unknown is None else tokens == self._unknown
+        document_ends, lost_by_text = np.cumsum([0, *map(len, ids)]), list[int]()
         known_bytes = _sums(self._bytes[tokens], document_ends).tolist()
-        unknown_counts = (
-            [0] * len(texts) if self._unknown is None else _sums(is_unknown, document_ends).tolist()
-        )
-        return [
-            self._count_lost(text, content, *id_counts)
-            for text, content, *id_counts in zip(texts, raw, known_bytes, unknown_counts, strict=True)
-        ]
-
-    def _count_lost(self, text: str, raw: bytes, known: int, unknown: int) -> int:
-        if self._unknown is not None and not unknown:
-            return 0
-        plain_bytes = len(raw.translate(None, BLANK))
-        lost_bytes = plain_bytes - known
-        # Normalising costs half as much as encoding: not where each unknown token can be one character.
-        if not unknown <= lost_bytes <= 4 * unknown:
-            lost_bytes = self._spelling.count_plain(text) - known
-        return min(max(lost_bytes, unknown), plain_bytes)  # blanks may be unknown, too
+        unknown_counts = _sums(is_unknown, document_ends).tolist()
+        for text, content, known, unknown in zip(texts, raw, known_bytes, unknown_counts, strict=True):
+            if self._unknown is not None and not unknown:  # what misses bytes was normalised
+                lost_by_text.append(0)
+                continue
+            plain_bytes = len(content.translate(None, BLANK))
+            lost_bytes = plain_bytes - known
+            # Normalising costs half as much as encoding: not where each unknown token can be one character.
+            if not unknown <= lost_bytes <= 4 * unknown:
+                lost_bytes = self._spelling.count_plain(text) - known
+            lost_by_text.append(min(max(lost_bytes, unknown), plain_bytes))  # blanks may be unknown, too
+        return lost_by_text
 
 
 def describe_loss(share: float, tokenizer: Tokenizer, worst: str, of: str = "the text") -> str:

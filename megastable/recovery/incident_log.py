@@ -74,10 +74,10 @@ class IncidentLog:
             return
 
         def read_untold() -> UntoldSamples:
-            skip_ledger, blend_lines = Ledger.read_ledger(self.run.skips, []), read_blends(self.run.blends)
-            known_incident = incident.number, incident.positions, incident.deferred
+            ledger, lines = Ledger.read_ledger(self.run.skips, []), read_blends(self.run.blends)
+            number, skipped, deferred = incident.number, incident.positions, incident.deferred
             return find_unjournalled(
-                *known_incident, skip_ledger, blend_lines, self.source.order, state.cursor
+                number, skipped, deferred, ledger, lines, self.source.order, state.cursor
             )
 
         # As `skip_bad_samples` leaves it: nothing was undone that has to prove itself.
@@ -157,16 +157,13 @@ class IncidentLog:
             cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
             steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
         )  # fmt: skip
-        summary_fields = summary.model_dump(mode="json")
-        self.log.emit_event(
-            IncidentEvent(what="closed", step=step, number=self.count, summary=summary_fields)
-        )
+        fields = summary.model_dump(mode="json")
+        self.log.emit_event(IncidentEvent(what="closed", step=step, number=self.count, summary=fields))
 
     def _number(self) -> None:
         """The next incident number: the supervisor opens some, too."""
-        known_numbers = run_on_first(
-            lambda: [event.get("number") for event in self.run.iterate_events(IncidentEvent)]
-        )
+        iterate_events = self.run.iterate_events
+        known_numbers = run_on_first(lambda: [event.get("number") for event in iterate_events(IncidentEvent)])
         self.count = max([self.count, *(n for n in known_numbers if isinstance(n, int))]) + 1
 
     def is_adjacent(self, window: Sequence[Trained]) -> bool:
@@ -187,18 +184,16 @@ class IncidentLog:
         batch_size = window[0].positions.size
         first, last_position = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
         # A step's damage to the weights shows in the next step.
-        early_position = first - batch_size
-        deferred_positions = self.source.order.deferred_positions(
-            max(0, early_position - batch_size), last_position
-        )
+        early = first - batch_size
+        deferred = self.source.order.deferred_positions(max(0, early - batch_size), last_position)
         # Samples of other corpora, or skipped ones, in between end no stretch.
-        begins = deferred_positions[np.diff(deferred_positions, prepend=-batch_size - 1) > batch_size]
-        begins = begins[(begins >= early_position) & (begins < first + NEXT * batch_size)]
+        begins = deferred[np.diff(deferred, prepend=-batch_size - 1) > batch_size]
+        begins = begins[(begins >= early) & (begins < first + NEXT * batch_size)]
         if not begins.size:
             return [], []
-        deferred_positions = deferred_positions[deferred_positions >= begins[0]]
-        near_begin = deferred_positions < begins[0] + NEXT * batch_size
-        return deferred_positions[near_begin].tolist(), deferred_positions[~near_begin].tolist()
+        deferred = deferred[deferred >= begins[0]]
+        near_begin = deferred < begins[0] + NEXT * batch_size
+        return deferred[near_begin].tolist(), deferred[~near_begin].tolist()
 
     def blame_returned(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Call samples bad that trouble came with twice, on two good states: nothing else was the same. A conclusion
@@ -210,21 +205,14 @@ class IncidentLog:
             return found
         told_reason = (
             f"{count_noun(len(again), 'sample')} came with trouble before and were deferred; now they are read "
-            "again, on "
-            f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
+            f"again, on another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
         )
         return replace(found, cause=Cause.DATA, bad=again, later=later_positions, reason=told_reason)
 
     def record_conclusion(
-        self,
-        found: Conclusion,
-        window: Sequence[Trained],
-        action: Action,
-        remedy: str,
-        lost: int,
-        seconds: float,
-        swap: str | None = None,
-    ) -> None:
+        self, found: Conclusion, window: Sequence[Trained], action: Action, remedy: str, lost: int,
+        seconds: float, swap: str | None = None,
+    ) -> None:  # fmt: skip
         """Record which samples were bad, and skip them; or defer the window, if the state was damaged but no sample
         is bad.
 
@@ -267,12 +255,10 @@ class IncidentLog:
         )  # fmt: skip
         self._commit(journal_event, f"  cause: {found.cause}: {found.reason}")
         if skipped:
-            skipped_count = _count(skipped)
             of = f" of {len(open_incident.documents)} documents" if open_incident.documents else ""
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
-            self.log.say_line(
-                f"  skipped {how}: {skipped_count} samples{of} (positions {show_ranges(skipped, 4)})"
-            )
+            samples_text = f"{_count(skipped)} samples{of} (positions {show_ranges(skipped, 4)})"
+            self.log.say_line(f"  skipped {how}: {samples_text}")
 
     @property
     def has_acted(self) -> bool:
@@ -298,38 +284,32 @@ class IncidentLog:
         chosen_positions = np.array(sorted(positions), dtype=np.int64)
 
         def make_entries() -> list[SampleEntry]:
-            skip_ledger = Ledger.read_ledger(self.run.skips, [])
-            return release_entries(
-                skip_ledger, order, chosen_positions, reason, open_incident.number, open_incident.step
+            ledger, number, step = (
+                Ledger.read_ledger(self.run.skips, []),
+                open_incident.number,
+                open_incident.step,
             )
+            return release_entries(ledger, order, chosen_positions, reason, number, step)
 
         entries = run_on_first(make_entries)
         append_durably(self.run.skips, entries, f"incident {open_incident.number} wants released")
         mine = Selection(order, Ledger([e.model_copy(update={"released": None}) for e in entries]).exclusions)
         freed = chosen_positions[mine.mask_skipped(chosen_positions)]
-        open_incident.positions = (
-            Skips.from_ranges(open_incident.positions).minus(Skips.from_numbers(freed)).ranges
-        )
+        still_skipped = Skips.from_ranges(open_incident.positions).minus(Skips.from_numbers(freed))
+        open_incident.positions = still_skipped.ranges
         open_incident.released += freed.size
         again, passed = ranges_of(freed[freed >= cursor]), ranges_of(freed[freed < cursor])
         here_text = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
         later = f"{_count(passed)} were passed and are read in the next epoch" if passed else ""
         how_read = ", ".join(filter(None, [here_text, later])) or "other lines of the ledger name all of them"
-        journal_event = IncidentEvent(
-            what="released", reason=reason, positions=again, next_epoch=passed, **self._story()
-        )
+        told = {"positions": again, "next_epoch": passed, **self._story()}
+        journal_event = IncidentEvent(what="released", reason=reason, **told)
         self._commit(journal_event, f"  released: {count_noun(freed.size, 'sample')} ({reason}): {how_read}")
 
     def skip_bad_samples(
-        self,
-        found: Conclusion,
-        onset: int,
-        window: Sequence[Trained],
-        verdict: Verdict,
-        seen: str,
-        state: RunState,
-        seconds: float,
-    ) -> None:
+        self, found: Conclusion, onset: int, window: Sequence[Trained], verdict: Verdict, seen: str,
+        state: RunState, seconds: float,
+    ) -> None:  # fmt: skip
         """Skip the bad samples from here on and undo nothing: part of the open incident, else a data incident that
         is closed at once. onset, window: since when, and in which known steps, they were met; seen: what was
         suspicious. Raises SpaceError."""
@@ -341,9 +321,8 @@ class IncidentLog:
             self._tell("opened", step=state.step, verdict=verdict, action=Action.SKIP, reason=seen)
             incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
         self.log.say_line(f"step {state.step}: incident {self._present().number}: {seen}")
-        self.record_conclusion(
-            found, window, Action.SKIP, "the bad samples are skipped, nothing is undone", 0, seconds
-        )
+        remedy = "the bad samples are skipped, nothing is undone"
+        self.record_conclusion(found, window, Action.SKIP, remedy, 0, seconds)
         if is_new_incident:
             self._tell("closed", step=state.step)
             self.incident = None
@@ -386,13 +365,9 @@ class IncidentLog:
         )
 
     def give_up(
-        self,
-        decision: Decision,
-        state: RunState,
-        window: Sequence[Trained],
-        defer: bool,
+        self, decision: Decision, state: RunState, window: Sequence[Trained], defer: bool,
         before: int | None = None,
-    ) -> Incident:
+    ) -> Incident:  # fmt: skip
         """Hand over or stop: ledger and journal have all that a restart needs. defer: also the window, whose data may
         be bad: without a good state it can be neither cleared nor called bad. Only for a hand-over, which always goes
         back: a checkpoint from after the window has read what the order no longer has there. before: the step that the
@@ -427,9 +402,8 @@ class IncidentLog:
             documents, index_error = documents_at(self.source, found_bad), None
         except DataError as error:  # a damaged index names no documents; the samples are skipped all the same
             documents, index_error = [], error
-        self._skip(
-            sample_entries(order, found_bad, reason, documents[:NAMED], incident.number, incident.step)
-        )
+        number, step = incident.number, incident.step
+        self._skip(sample_entries(order, found_bad, reason, documents[:NAMED], number, step))
         self._remember(found_bad)
         if index_error is not None:
             raise index_error
@@ -450,9 +424,8 @@ class IncidentLog:
         if only is None and self.is_adjacent(window) and self.left_out is not None:
             ahead = max(0, 2 * self.left_out.count - positions.size)
         first_step, first_position = window[0].step, int(window[0].positions.min())
-        found = self.deferring.defer_samples(
-            positions, first_step, first_position, reason, incident.number, ahead
-        )
+        number = incident.number
+        found = self.deferring.defer_samples(positions, first_step, first_position, reason, number, ahead)
         lost_ranges = ranges_of(found.lost)
         self._skip_positions(lost_ranges, f"{reason}; there is no room to read them later")
         self._remember(np.concatenate([found.positions, found.lost]))

@@ -72,14 +72,9 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        parts: RunParts,
-        state: RunState,
-        settle: Callable[[], None] = lambda: None,
-        changed: Sequence[str] = (),
-        held_out: Sequence[MicroBatch] = (),
-        sets: int = 1,
-    ) -> None:
+        self, parts: RunParts, state: RunState, settle: Callable[[], None] = lambda: None,
+        changed: Sequence[str] = (), held_out: Sequence[MicroBatch] = (), sets: int = 1,
+    ) -> None:  # fmt: skip
         self.parts, self.config, self.settings = parts, parts.config, parts.config.stability
         self.engine, self.loader, self.run, self.log = parts.engine, parts.loader, parts.run, parts.log
         self.acts = parts.acts
@@ -128,14 +123,11 @@ class Recovery:
         self.numerics.choose_numerics(state)
 
     def dump_state(self) -> dict[str, Any]:
-        incident_log = self.incident_log
+        log = self.incident_log
         persisted_state = PersistedState(
-            guard=self.guard.state,
-            incident=incident_log.incident,
-            incidents=incident_log.count,
-            rate=self.points.newest_rate,
-            left_out=incident_log.left_out,
-        )
+            guard=self.guard.state, incident=log.incident, incidents=log.count, rate=self.points.newest_rate,
+            left_out=log.left_out,
+        )  # fmt: skip
         return persisted_state.model_dump() | self.watches.state_dicts()
 
     @property
@@ -251,18 +243,18 @@ class Recovery:
     def _blame_hardware(self, done: StepResult, fault: HardwareFault) -> MegastableError:
         """The end of this process, as a chip would go on lying: the next one does without its host."""
         state, guard_policy = done.state, self.guard.policy
-        self.log.emit_event(
-            HostFaulty(step=state.step, hosts=list(fault.hosts), ranks=list(fault.ranks), reason=fault.reason)
-        )
+        hosts, ranks = list(fault.hosts), list(fault.ranks)
+        self.log.emit_event(HostFaulty(step=state.step, hosts=hosts, ranks=ranks, reason=fault.reason))
         first_wrong = self._onset(fault, state.step)
         finding = Finding(state.step, Verdict.CORRUPTED, 1.0, first_wrong, fault.reason, on_trend=False)
         decision = guard_policy.hand_over(finding, fault.reason, True, Cause.HARDWARE)
-        self.incident_log.open_incident(
-            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
-        )
-        return self.last_resort.make_ending_error(
-            self.last_resort.weigh_handover(decision, damaged=True), state, Cause.HARDWARE
-        )
+        self._open_incident(decision, done)
+        decision = self.last_resort.weigh_handover(decision, damaged=True)
+        return self.last_resort.make_ending_error(decision, state, Cause.HARDWARE)
+
+    def _open_incident(self, decision: Decision, done: StepResult) -> None:
+        window = self.points.steps_since(decision.finding.onset)
+        self.incident_log.open_incident(decision, done.state, window, done.measured.grad_norm)
 
     def _undo(self, done: StepResult, fault: HardwareFault, damaged: bool = True) -> StepOutcome:
         """Back to a state from before it. damaged: as in `rewind_damaged_state`."""
@@ -308,22 +300,14 @@ class Recovery:
         is_clear = incident is None and not self.guard.policy.state.watching
         # Trouble while another cause is handled, or unknown, is its consequence.
         is_data_alone = is_clear or (incident is not None and incident.cause is Cause.DATA)
-        may_look = is_data_alone and self.points.may_look
-        case = (
-            self.samples.take_waiting_batches(self.guard.policy, state.step, self.points.oldest)
-            if may_look
-            else None
-        )
-        if case is not None:
-            rewound_state = self.rewinding.look_back(case, done.measured, state)
-            if rewound_state is not None:
-                return rewound_state
-        is_quiet, points = is_clear and done.applied and self.on_trend, self.points
-        choose_skips = self.rewinding.choose_skips
-        for found in self.samples.examine_cases(
-            state, points.trained, points.laboratory, is_quiet, choose_skips
-        ):
-            self.guard.policy.note_skipped(found.bad_positions, found.proven)
+        policy, points, samples = self.guard.policy, self.points, self.samples
+        if is_data_alone and points.may_look:
+            case = samples.take_waiting_batches(policy, state.step, points.oldest)
+            if case is not None and (rewound := self.rewinding.look_back(case, done.measured, state)):
+                return rewound
+        is_quiet, choose_skips = is_clear and done.applied and self.on_trend, self.rewinding.choose_skips
+        for found in samples.examine_cases(state, points.trained, points.laboratory, is_quiet, choose_skips):
+            policy.note_skipped(found.bad_positions, found.proven)
         return None
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
@@ -366,16 +350,13 @@ class Recovery:
         state = done.state
         step_decision, damage_reason = self._escalate_damage(self.decision, done)
         if self.settings.dry_run:
-            if step_decision.action is not Action.APPLY:
-                self.log.emit_event(
-                    Would(step=state.step, action=step_decision.action, reason=step_decision.reason), say=True
-                )
+            action, reason = step_decision.action, step_decision.reason
+            if action is not Action.APPLY:
+                self.log.emit_event(Would(step=state.step, action=action, reason=reason), say=True)
             return None
         if step_decision.finding.reset:
-            reason = step_decision.finding.reason
-            self.log.emit_event(
-                BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}"
-            )
+            reason, step = step_decision.finding.reason, state.step
+            self.log.emit_event(BaselineReset(step=step, reason=reason), say=f"step {step}: {reason}")
         if step_decision.healed:
             self.incident_log.close_incident(state, "healed")
         if step_decision.action is Action.DISCARD and not damage_reason:
@@ -409,9 +390,7 @@ class Recovery:
     def _conclude(self, decision: Decision, done: StepResult, damage: str) -> None:
         """Hand over, alert or stop. Raises HandoverError and UnstableError."""
         state, finding = done.state, decision.finding
-        self.incident_log.open_incident(
-            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
-        )
+        self._open_incident(decision, done)
         hardware_reason = ""
         if not (damage or done.applied):  # an applied update has changed the state
             _, hardware_reason = self.replays.compare_replays(
@@ -426,9 +405,8 @@ class Recovery:
         run_state, step_finding = done.state, decision.finding
         self.last_resort.tell_alert(run_state)
         if done.applied and self._scheduled is not None:
-            for lifted_reason in self.guard.policy.lift_limits(
-                step_finding, run_state.updates, self._scheduled
-            ):
+            lifted = self.guard.policy.lift_limits(step_finding, run_state.updates, self._scheduled)
+            for lifted_reason in lifted:
                 self.log.emit_event(RateLifted(step=run_state.step, reason=lifted_reason), say=True)
         if self.guard.policy.is_waiting(run_state.step):
             return  # the snapshots from before it must survive the wait
@@ -451,29 +429,21 @@ class Recovery:
         self.points.take_snapshot(done.before, self._before, watch_states, self.engine.counters_before)
 
     def rewind_damaged_state(
-        self,
-        done: StepResult,
-        damage: str,
-        verdict: Verdict = Verdict.NON_FINITE,
-        onset: int | None = None,
+        self, done: StepResult, damage: str, verdict: Verdict = Verdict.NON_FINITE, onset: int | None = None,
         damaged: bool = True,
-    ) -> StepOutcome:
+    ) -> StepOutcome:  # fmt: skip
         """Rewind because the state itself is damaged, since the step `onset` (default: the last one); or, not damaged,
         because hardware was wrong in an update that was refused: with the rewinds spent the run goes on, and refuses.
         Raises HandoverError and UnstableError."""
         state = done.state
         onset = state.step if onset is None else onset
-        damage_finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
-        step_decision = self.guard.policy.escalate_trouble(
-            damage_finding, damage, self.points.oldest, damaged
-        )
+        finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
+        step_decision = self.guard.policy.escalate_trouble(finding, damage, self.points.oldest, damaged)
         if step_decision.action.rewinds:
             rewound_state = self._rewind(step_decision, done, damage)
             assert rewound_state is not None, "only what the detector suspects is tried"
             return StepOutcome(rewound_state, rewound=True)
-        self.incident_log.open_incident(
-            step_decision, state, self.points.steps_since(onset), done.measured.grad_norm
-        )
+        self._open_incident(step_decision, done)
         self.last_resort.end_or_alert(step_decision, state, Cause.HARDWARE, damaged)
         assert not damaged, "nothing is left but to end"
         return StepOutcome(done.state)

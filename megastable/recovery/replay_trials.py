@@ -144,10 +144,8 @@ class Trials:
             _, next_cursor = left_out.next_kept(state.cursor, steps * self.loader.batch)
             ahead, _ = left_out.next_kept(next_cursor, min(FARTHEST, left - steps) * self.loader.batch)
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
-            other_positions = np.delete(ahead, chosen)
-            return Outlook(
-                ahead[chosen], self.laboratory.measure_losses(ahead[chosen]), other_positions, steps
-            )
+            losses = self.laboratory.measure_losses(ahead[chosen])
+            return Outlook(ahead[chosen], losses, np.delete(ahead, chosen), steps)
 
         return self.unless_unreadable(state.step, measure_outlook)
 
@@ -240,14 +238,10 @@ class Trials:
         held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
-        texts = [
-            self.laboratory.read_tokens(p)
-            for p in (suspects[:COMPRESSED], fillers[-COMPRESSED:], outlook.positions)
-        ]
+        compared = suspects[:COMPRESSED], fillers[-COMPRESSED:], outlook.positions
+        texts, count = [self.laboratory.read_tokens(positions) for positions in compared], suspects.size
         trial = run_on_first(
-            lambda: judge_trial(
-                coming, held, vocabulary, suspects.size, len(batches), find_repetition(*texts)
-            )
+            lambda: judge_trial(coming, held, vocabulary, count, len(batches), find_repetition(*texts))
         )
         branches = {"with the suspects": with_them, WITHOUT_BAD: control}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, trial.facts)
@@ -268,9 +262,8 @@ class Trials:
         def train_on(other: Int64s) -> TrainedBranch:
             """A branch on other data throughout: what follows the window may be bad as well."""
             tried.tried += steps
-            return self._train_and_measure(
-                snapshot, replace_samples(batches, np.concatenate(batches), other), ahead
-            )
+            other_batches = replace_samples(batches, np.concatenate(batches), other)
+            return self._train_and_measure(snapshot, other_batches, ahead)
 
         control = train_on(fillers[-sum(batch.size for batch in batches) :])
         if not run_on_first(lambda: harms_anyway(control.measured, before)):
@@ -283,9 +276,8 @@ class Trials:
         tried.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
-        trial = run_on_first(
-            lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches))
-        )
+        end_losses = {name: branch.measured for name, branch in branches.items()}
+        trial = run_on_first(lambda: choose_remedy(end_losses, len(batches)))
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)
         facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}
@@ -366,9 +358,8 @@ class Trials:
         most `most`."""
         next_cursor, found_batches, steps_since = snapshot.extra.state.cursor, list[Int64s](), 0
         while steps_since < steps and len(found_batches) < most:
-            positions, next_cursor = left_out.next_kept(
-                next_cursor, self.loader.batches.value_at(next_cursor)
-            )
+            batch_size = self.loader.batches.value_at(next_cursor)
+            positions, next_cursor = left_out.next_kept(next_cursor, batch_size)
             found_batches.append(positions)
             steps_since += bool(steps_since) or bool(np.isin(positions, suspects).any())
         return found_batches
@@ -377,19 +368,14 @@ class Trials:
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
     ) -> TrainedBranch:
         """A branch, and the losses of some samples at its end."""
-        trained, end_losses = self._train(
-            snapshot, batches, lambda: self.laboratory.measure_losses(measured), offer
-        )
+        measure_end = partial(self.laboratory.measure_losses, measured)
+        trained, end_losses = self._train(snapshot, batches, measure_end, offer)
         return trained._replace(measured=end_losses)
 
     def _train(
-        self,
-        snapshot: Snapshot,
-        batches: Sequence[Int64s],
-        measure: Callable[[], T],
-        offer: Offer | None = None,
-        applied: Sequence[bool] | None = None,
-    ) -> tuple[TrainedBranch, T]:
+        self, snapshot: Snapshot, batches: Sequence[Int64s], measure: Callable[[], T],
+        offer: Offer | None = None, applied: Sequence[bool] | None = None,
+    ) -> tuple[TrainedBranch, T]:  # fmt: skip
         """A branch, and what `measure` finds at its end; the engine holds the snapshot again. applied: which updates
         are; None: all that are finite."""
         saved_state: RunState = snapshot.extra.state
@@ -413,16 +399,9 @@ class Trials:
             self.points.restore_snapshot(snapshot)
 
     def _tell(
-        self,
-        start: TrialStart,
-        branches: Mapping[str, TrainedBranch],
-        control: TrainedBranch,
-        before: Floats,
-        outlook: Outlook,
-        begin: float,
-        reason: str,
-        facts: Mapping[str, Any],
-    ) -> None:
+        self, start: TrialStart, branches: Mapping[str, TrainedBranch], control: TrainedBranch, before: Floats,
+        outlook: Outlook, begin: float, reason: str, facts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         n = outlook.positions.size
         described = [
             describe_branch(name, branch, branch.measured[:n], control.measured[:n], cost)

@@ -145,10 +145,8 @@ class Points:
         """As `go_back_before`, for inspection only: the run may stay where it is, so no point is dropped and no
         checkpoint quarantined."""
         while (snapshot := self.ring.find_before(onset)) is not None:
-            if (
-                not self._changed(snapshot)
-                and self._tried(snapshot, left_out, self.origin.explain_worse_state)[1]
-            ):
+            explain = self.origin.explain_worse_state
+            if not self._changed(snapshot) and self._tried(snapshot, left_out, explain)[1]:
                 return snapshot
             onset = snapshot.step
         return None
@@ -188,9 +186,8 @@ class Points:
         region, the newest one before it, restored into the engine."""
         if found.region is None or found.region.first >= snapshot.extra.state.cursor:
             return snapshot
-        touched = [
-            t.step for t in self.trained if t.applied and np.isin(t.positions, found.bad_positions).any()
-        ]
+        applied_steps = [t for t in self.trained if t.applied]
+        touched = [t.step for t in applied_steps if np.isin(t.positions, found.bad_positions).any()]
         older = self.ring.find_before(min(touched)) if touched else None
         if older is None or older.step >= snapshot.step:
             return snapshot
@@ -199,9 +196,8 @@ class Points:
         if not all(gather_objects(is_whole)) or self._changed(older):
             return snapshot
         self.restore_snapshot(older)
-        self.log.say_line(
-            f"  the bad region begins before step {snapshot.step}: further back, to step {older.step}"
-        )
+        where = f"before step {snapshot.step}: further back, to step {older.step}"
+        self.log.say_line(f"  the bad region begins {where}")
         return older
 
     # On the restored state
@@ -211,9 +207,8 @@ class Points:
     ) -> Conclusion:
         """Find the bad samples of `window`."""
         history = [t for t in self.trained if t.applied and t.step <= snapshot.step]
-        return examine_window(
-            self.laboratory, window, history, snapshot.extra.state.cursor, left_out, adjacent
-        )
+        cursor = snapshot.extra.state.cursor
+        return examine_window(self.laboratory, window, history, cursor, left_out, adjacent)
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
         """Of harmless samples from before a snapshot: losses when trained on, losses on its state.
@@ -238,10 +233,8 @@ class Points:
 def budget_snapshots(parts: RunParts) -> SnapshotBudget:
     """The number of points for which every rank has room, printed with its calculation. Collective."""
     engine, is_pinned = parts.engine, torch.cuda.is_initialized()
-    state_tensors = engine.optimizer_state().values()
-    every_demand = gather_objects(
-        free_memory.measure_demand(state_tensors, engine.flat_state().count_bytes(), is_pinned)
-    )
+    state_tensors, state_bytes = engine.optimizer_state().values(), engine.flat_state().count_bytes()
+    every_demand = gather_objects(free_memory.measure_demand(state_tensors, state_bytes, is_pinned))
     found = run_on_all(lambda: snapshot_budget.plan_snapshots(every_demand, parts.config.stability.snapshots))
     if found.points:
         parts.log.say_line(found.text)
@@ -254,13 +247,9 @@ class LastResort:
     """settle: waits until no checkpoint is in progress, so that existing ones can be counted."""
 
     def __init__(
-        self,
-        parts: RunParts,
-        guard: Guard,
-        incident_log: IncidentLog,
-        points: Points,
+        self, parts: RunParts, guard: Guard, incident_log: IncidentLog, points: Points,
         settle: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run, self.log, self.settle = parts.run, parts.log, settle
         self.incident_log, self.points, self.guard = incident_log, points, guard
         self._alerted = guard.policy.state.alert is not None  # as last reported, also by the previous process
@@ -285,11 +274,9 @@ class LastResort:
         """Whether a restart finds a checkpoint from before `onset`, and from before those that led here. damaged: the
         state is not finite; then having none is fine, too: the run starts over."""
         self.settle()
-        before = self._before(onset)
-        steps = run_on_first(
-            lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)]
-        )
-        return any(checkpoint_step < before for checkpoint_step in steps) or (damaged and not steps)
+        before, folder = self._before(onset), self.run.checkpoints
+        steps = run_on_first(lambda: [store.step_of(path) for path in store.newest_first(folder)])
+        return any(step < before for step in steps) or (damaged and not steps)
 
     def tell_alert(self, state: RunState) -> None:
         """Journal and print the begin and end of an alert. Raises SpaceError."""
@@ -314,23 +301,18 @@ class LastResort:
         if decision.action is Action.HANDOVER:
             side_effects = self.guard.policy.carry_out_handover(cause, kernels)
             decision = replace(decision, reason=decision.reason + side_effects)
-        before = self._before(onset)
-        incident = self.incident_log.give_up(
-            decision, state, self.points.steps_since(onset), is_unknown, before
-        )
+        before, window = self._before(onset), self.points.steps_since(onset)
+        incident = self.incident_log.give_up(decision, state, window, is_unknown, before)
         where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
-            return mark_collective(
-                HandoverError(
-                    f"{where}It needs a restart from a checkpoint before step {before}: {self.run.resuming} does that"
-                    + (f", and reads the suspect data later ({self.run.blends.name})" if is_unknown else "")
-                )
+            where += (
+                f"It needs a restart from a checkpoint before step {before}: {self.run.resuming} does that"
             )
+            later = f", and reads the suspect data later ({self.run.blends.name})" if is_unknown else ""
+            return mark_collective(HandoverError(where + later))
+        advice = "lower optimizer.lr, look at the data, or raise the budgets of stability.policy"
         return mark_collective(
-            UnstableError(
-                f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
-                "raise the budgets of stability.policy"
-            )
+            UnstableError(f"{where}A person is needed: look at {self.run.journal}; {advice}")
         )
 
     def _before(self, onset: int) -> int:

@@ -68,15 +68,9 @@ class Rewinding:
     """Carries out a decision to go back."""
 
     def __init__(
-        self,
-        parts: RunParts,
-        guard: Guard,
-        points: Points,
-        replays: Replays,
-        incident_log: IncidentLog,
-        last_resort: LastResort,
-        watches: Watches,
-    ) -> None:
+        self, parts: RunParts, guard: Guard, points: Points, replays: Replays, incident_log: IncidentLog,
+        last_resort: LastResort, watches: Watches,
+    ) -> None:  # fmt: skip
         self.parts, self.config, self.engine, self.log = parts, parts.config, parts.engine, parts.log
         self.guard, self.points, self.replays, self.watches = guard, points, replays, watches
         self.incident_log, self.last_resort = incident_log, last_resort
@@ -104,9 +98,8 @@ class Rewinding:
                 output_sizes = locators.measure_sizes(self.engine, t.done.batch.micro_batches)
 
         # On a good state from before the onset: the cause.
-        snapshot = self.points.go_back_before(
-            finding.onset, 1 if has_recurred and not harmless_way else 0, left_out
-        )
+        goes_further = has_recurred and not harmless_way
+        snapshot = self.points.go_back_before(finding.onset, int(goes_further), left_out)
         if snapshot is None:
             return self._unproven(t, damage_reason, harmless_way)
         if is_unsteady and not damage_reason and self.replays.do_runs_differ(t.done.batch):
@@ -126,9 +119,8 @@ class Rewinding:
                 tried_all = self._try_all(t, conclusion, start, has_recurred or policy.state.recurrences > 0)
                 conclusion, offer = tried_all.conclusion, tried_all.offer
                 if tried_all.harmless is not None:
-                    return self._train_through(
-                        t, conclusion, tried_all.harmless, snapshot, present, begin_time
-                    )
+                    trial = tried_all.harmless
+                    return self._train_through(t, conclusion, trial, snapshot, present, begin_time)
                 if tried_all.heals and present is not None:
                     self._wait(t, conclusion, present, begin_time)
                     return None
@@ -136,11 +128,9 @@ class Rewinding:
                     suspect_window = []  # all of them are read again
 
         # Back to that state, without the cause, unless the checkpoint that the run resumed from is to blame.
-        suspect = conclusion.cause in BLAMELESS and self.points.origin.note_return(
-            snapshot.step, finding.onset
-        )
+        origin = self.points.origin
+        suspect = conclusion.cause in BLAMELESS and origin.note_return(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
-            origin = self.points.origin
             why = f"the checkpoint of step {origin.step} is the suspect: {origin.suspect_checkpoint()}"
             step_decision = policy.abandon_checkpoint(t.decision, why, proven=False)
             raise self.last_resort.make_ending_error(step_decision, t.done.state, Cause.STORAGE)
@@ -165,14 +155,9 @@ class Rewinding:
         return replace(found, reason=f"{found.reason}; {growth.sentence}")
 
     def _train_through(
-        self,
-        t: Tripped,
-        found: Conclusion,
-        trial: HarmTrial,
-        snapshot: Snapshot,
-        present: Snapshot | None,
+        self, t: Tripped, found: Conclusion, trial: HarmTrial, snapshot: Snapshot, present: Snapshot | None,
         begin: float,
-    ) -> RunState | None:
+    ) -> RunState | None:  # fmt: skip
         """Go on with data that is new, or does no harm, from where the run stands: None; or from the snapshot: the
         state after it. That is where updates were refused since, so that their batches are trained on, unless that
         undoes many others; or where the present state could not be kept. Raises SpaceError."""
@@ -197,13 +182,9 @@ class Rewinding:
     def _wait(self, t: Tripped, found: Conclusion, present: Snapshot, begin: float) -> None:
         """Stay where the run stands, and leave it to itself for some steps. Raises SpaceError."""
         self.points.restore_snapshot(present)
-        waits_until, spent_seconds = (
-            self.guard.policy.begin_waiting(t.decision.finding),
-            time.perf_counter() - begin,
-        )
-        self.incident_log.record_conclusion(
-            found, [], Action.WAIT, f"it is left to itself until step {waits_until}", 0, spent_seconds
-        )
+        waits_until = self.guard.policy.begin_waiting(t.decision.finding)
+        remedy, spent_seconds = f"it is left to itself until step {waits_until}", time.perf_counter() - begin
+        self.incident_log.record_conclusion(found, [], Action.WAIT, remedy, 0, spent_seconds)
 
     def _begin_again(self, trial: HarmTrial) -> None:
         """What was usual until now is not usual any more: what comes would trip again. Samples that are new are not
@@ -222,10 +203,8 @@ class Rewinding:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
         if self.guard.policy.are_costly(found.bad_positions):
-            costly_reason = (
-                "they were deferred, as they cost more than they teach, and trouble comes with them again"
-            )
-            return replace(found, proven=True, reason=f"{found.reason}. {costly_reason}")
+            why = "they were deferred, as they cost more than they teach, and trouble comes with them again"
+            return replace(found, proven=True, reason=f"{found.reason}. {why}")
         deferred = replace(found, bad=[], later=sorted({*found.bad_positions, *found.later}))
         if trial is not None and is_clear(trial):
             kept_conclusion = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
@@ -240,10 +219,8 @@ class Rewinding:
     ) -> tuple[Conclusion, str]:
         """What is to be skipped, or deferred, of the samples that were found bad on the present state; or why none is,
         as a sentence. Those that are few and far out by themselves need no trial."""
-        policy, suspect_count = self.guard.policy, len(found.bad_positions)
-        are_few = (found.few and policy.may_take_untried(suspect_count)) or policy.are_costly(
-            found.bad_positions
-        )
+        policy, suspects = self.guard.policy, found.bad_positions
+        are_few = (found.few and policy.may_take_untried(len(suspects))) or policy.are_costly(suspects)
         harm_trial = None if are_few else self._try_aside(found, window, state)
         if harm_trial is not None and is_harmless(harm_trial, few=False):
             if harm_trial.verdict is TrialVerdict.NEW:
@@ -265,9 +242,7 @@ class Rewinding:
         outlook = self.trials.look_ahead(state, left_out)
 
         def try_on_snapshot() -> HarmTrial | None:
-            snapshot = self.points.look_back_before(
-                min(trained_step.step for trained_step in window), left_out
-            )
+            snapshot = self.points.look_back_before(min(done.step for done in window), left_out)
             if snapshot is None:
                 return None
             tried_suspects = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
@@ -363,28 +338,24 @@ class Rewinding:
 
         def repeat_from_snapshot() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
             past_snapshot = self.points.look_back_before(jump.before + 1, left_out)
-            return past_snapshot, None if past_snapshot is None else self.trials.repeat_steps(
-                past_snapshot, state, self.watches.tensors.measure_norms
-            )
+            if past_snapshot is None:
+                return None, None
+            measure_norms = self.watches.tensors.measure_norms
+            return past_snapshot, self.trials.repeat_steps(past_snapshot, state, measure_norms)
 
-        past_snapshot, repeated_norms = self.trials.unless_unreadable(state.step, repeat_from_snapshot) or (
-            None,
-            None,
-        )
+        repeated = self.trials.unless_unreadable(state.step, repeat_from_snapshot)
+        past_snapshot, repeated_norms = repeated or (None, None)
         if past_snapshot is None or repeated_norms is None or jump.is_repeated(repeated_norms):
             self.points.restore_snapshot(present_state)
             self.watches.tensors.accept_jump()
             why_kept = "cannot be done again" if repeated_norms is None else "make it again"
-            self.log.emit_event(
-                Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}"), say=True
-            )
+            warning = Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}")
+            self.log.emit_event(warning, say=True)
             return None
         reason = f"{jump.reason}; the same steps from step {past_snapshot.step} on do not make it again"
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
-        decision = guard_policy.undo_steps(finding, reason)
-        self.incident_log.open_incident(
-            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
-        )
+        decision, window = guard_policy.undo_steps(finding, reason), self.points.steps_since(finding.onset)
+        self.incident_log.open_incident(decision, state, window, done.measured.grad_norm)
         trial_start = TrialStart([], past_snapshot, left_out, None)
         return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), trial_start, begin_time)
 
@@ -393,7 +364,7 @@ class Rewinding:
         harmless."""
         is_unsteady, damage_reason, harmless_way = False, t.damage, t.harmless
         if t.done.applied:  # the state that it was done on is gone
-            return is_unsteady, damage_reason, harmless_way
+            return False, damage_reason, harmless_way
         if not damage_reason and not harmless_way:
             is_unsteady, damage_reason = self.replays.compare_replays(
                 t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
@@ -447,14 +418,10 @@ class Rewinding:
             self.engine.adjustments.switch_to(guard_policy.state.adjusted)
             numerics = self.engine.numerics
             numerics.switch_to(replace(numerics.now, plain=numerics.kinds_of(guard_policy.state.kernels)))
-            self.log.emit_event(
-                SettingsAdjusted(
-                    step=saved_state.step,
-                    settings=guard_policy.state.adjusted,
-                    reason=f"without {', '.join(failed_changes)} again: the trouble came back",
-                ),
-                say=True,
-            )
+            reason = f"without {', '.join(failed_changes)} again: the trouble came back"
+            settings = guard_policy.state.adjusted
+            event = SettingsAdjusted(step=saved_state.step, settings=settings, reason=reason)
+            self.log.emit_event(event, say=True)
         good_rate = self.points.rate_before(saved_state.step)
         highest_rate = self.points.highest_rate_since(t.decision.finding.onset)
         kernel_names = list(self.engine.numerics.kernels.values())
@@ -478,9 +445,8 @@ class Rewinding:
             warmup_updates = self.guard.policy.config.rewarm_steps
             self.log.emit_event(RateWarmup(step=saved_state.step, begin=REWARM_FROM, updates=warmup_updates))
         if offer.name in ("reset_moments", *ADJUSTED):
-            self.log.emit_event(
-                SettingsAdjusted(step=saved_state.step, settings=[offer.name], reason=offer.remedy.reason)
-            )
+            reason = offer.remedy.reason
+            self.log.emit_event(SettingsAdjusted(step=saved_state.step, settings=[offer.name], reason=reason))
 
     def _remedy(self, found: Conclusion, start: TrialStart) -> Remedy:
         """The remedy for a conclusion. A corpus of which samples were bad again and again is tried to be left out."""
@@ -492,9 +458,8 @@ class Rewinding:
             corpus_trial = self.trials.try_corpus(corpus, bad, start) if enough_left else None
             swap = corpus_trial.reason if corpus_trial is not None and corpus_trial.helps else ""
         updates = start.snapshot.extra.state.updates
-        return policy.choose_remedy(
-            found.cause, updates, corpus, swap, found.proven, found.bad_positions, found.kernels
-        )
+        proven, positions = found.proven, found.bad_positions
+        return policy.choose_remedy(found.cause, updates, corpus, swap, proven, positions, found.kernels)
 
     def _corpus_of(self, found: Conclusion) -> str | None:
         """The corpus that most of the bad samples are of, if more than half are."""
@@ -507,27 +472,21 @@ class Rewinding:
         return data_order.corpora[most].name if 2 * corpus_counts[most] > len(bad_positions) else None
 
     def _undo(
-        self,
-        decision: Decision,
-        state: RunState,
-        found: Conclusion,
-        start: TrialStart,
-        begin: float,
+        self, decision: Decision, state: RunState, found: Conclusion, start: TrialStart, begin: float,
         remedy: Remedy | None = None,
-    ) -> RunState:
+    ) -> RunState:  # fmt: skip
         """Record a conclusion and its remedy in journal and ledgers, and go on from the snapshot. Raises HandoverError
         and UnstableError if the remedy ends the process."""
-        snapshot, window = start.snapshot, start.window
-        remedy = remedy or self._remedy(found, start)
+        snapshot, remedy = start.snapshot, remedy or self._remedy(found, start)
         seconds = time.perf_counter() - begin
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
             weighed_decision = self.last_resort.weigh_handover(replace(decision, action=remedy.action))
             remedy = replace(remedy, action=weighed_decision.action, reason=weighed_decision.reason)
         swap = self._corpus_of(found) if remedy.action is Action.SWAP_CORPUS else None
-        lost_steps = state.step - snapshot.step
+        action, lost_steps = remedy.action, state.step - snapshot.step
         self.incident_log.record_conclusion(
-            found, window, remedy.action, remedy.reason, lost_steps, seconds, swap
+            found, start.window, action, remedy.reason, lost_steps, seconds, swap
         )
         if remedy.release:
             self.incident_log.release_samples(remedy.release, snapshot.extra.state.cursor, remedy.reason)
@@ -545,11 +504,9 @@ class Rewinding:
         policy, begin_time, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
         origin, step_finding = self.points.origin, t.decision.finding
         if origin.reason:
+            likely_cause = Cause.STORAGE
             quarantine_reason = f"the checkpoint of step {origin.step} is quarantined: {origin.reason}"
-            likely_cause, decision = (
-                Cause.STORAGE,
-                policy.abandon_checkpoint(t.decision, quarantine_reason, proven=True),
-            )
+            decision = policy.abandon_checkpoint(t.decision, quarantine_reason, proven=True)
         else:
             likely_cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
             told = [t.decision.reason, "no snapshot is good", damage, harmless.reason if harmless else ""]
@@ -578,9 +535,8 @@ class Rewinding:
         is_hardware = open_incident is not None and open_incident.cause is Cause.HARDWARE
         if not is_hardware and self.guard.policy.note_rewind(back.updates, state.step - back.step):
             c = self.guard.policy.config
-            self.log.emit_event(
-                RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
-            )
+            warmup = RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup)
+            self.log.emit_event(warmup, say=True)
         self.watches.note_rewind(back.step, kept_state.watches)
         set_rng_state(kept_state.random)
         self.parts.loader.go_to(back.cursor, self.parts.select_unskipped())

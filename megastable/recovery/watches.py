@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.examination import examine_window
-from megastable.attribution.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
+from megastable.attribution.sample_history import Rest, SampleTest, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.collectives import mark_collective, run_on_first
 from megastable.base.errors import DataError
@@ -68,7 +68,7 @@ class SampleWatch(Watch):
     def __init__(self, parts: RunParts, incident_log: IncidentLog) -> None:
         self.parts, self.config, self.log = parts, parts.config.stability, parts.log
         self.incident_log = incident_log
-        self._names = [bad_corpus.name for bad_corpus in parts.source.order.corpora]
+        self._names = [corpus.name for corpus in parts.source.order.corpora]
         self._kept = Rest()  # after suspects that were trained on all the same
         self._rest = Rest()
         self.load_state_dict({})
@@ -96,31 +96,26 @@ class SampleWatch(Watch):
         if not applied:
             # Of a step that may leave a snapshot; a copy costs as much as the test.
             self.before = self.state_dict()
-        corpus_indices = self.parts.source.order.locate_samples(batch.positions).corpus
-        losses = measured.losses.numpy()
-        alarm = self._test.observe_batch(
-            step, losses, corpus_indices, self._names, applied, measured.grad_norm
+        corpora, losses = (
+            self.parts.source.order.locate_samples(batch.positions).corpus,
+            measured.losses.numpy(),
         )
-        if alarm is not None and step >= self._rest.until:
-            self._suspect(alarm, step)
-
-    def begin_again(self) -> None:
-        self._test, self._quiet = SampleTest(self.config.samples), 0
-        while self._waiting:
-            waiting_case = self._waiting.pop(0)
-            self.drop_case(
-                waiting_case, waiting_case.last, "what comes now is new, and so may this have been"
-            )
-
-    def _suspect(self, alarm: Alarm, step: int) -> None:
+        alarm = self._test.observe_batch(step, losses, corpora, self._names, applied, measured.grad_norm)
+        if alarm is None or step < self._rest.until:
+            return
         if self.config.dry_run:
             journal_event = Would(step=step, action=Action.SKIP, reason=alarm.reason)
             self.log.emit_event(journal_event, say=f"step {step}: would examine samples: {alarm.reason}")
             return
-        cases_before = [waiting_case for waiting_case in self._waiting if waiting_case.kind == "batch"]
-        self._waiting = [waiting_case for waiting_case in self._waiting if waiting_case.kind != "batch"]
-        first = min([alarm.onset, *(waiting_case.first for waiting_case in cases_before)])
+        first = min([alarm.onset, *(case.first for case in self._waiting if case.kind == "batch")])
+        self._waiting = [case for case in self._waiting if case.kind != "batch"]
         self._wait(Waiting(kind="batch", first=first, last=step, verdict=Verdict.SHIFT, reason=alarm.reason))
+
+    def begin_again(self) -> None:
+        self._test, self._quiet = SampleTest(self.config.samples), 0
+        while self._waiting:
+            case = self._waiting.pop(0)
+            self.drop_case(case, case.last, "what comes now is new, and so may this have been")
 
     def note_refused(
         self, batch: Step, measured: Measured, step: int, decision: Decision, located: str = ""
@@ -163,19 +158,14 @@ class SampleWatch(Watch):
     ) -> None:
         """Skip the bad samples of a case; nothing is undone. Raises SpaceError."""
         self.shorten_rest(case)
-        self.incident_log.skip_bad_samples(
-            found, case.first, window, case.verdict, case.reason, state, seconds
-        )
+        verdict, seen = case.verdict, case.reason
+        self.incident_log.skip_bad_samples(found, case.first, window, verdict, seen, state, seconds)
         self.parts.loader.go_to(state.cursor, self.parts.select_unskipped())
 
     def examine_cases(
-        self,
-        state: RunState,
-        trained: Sequence[Trained],
-        laboratory: Laboratory,
-        quiet: bool,
+        self, state: RunState, trained: Sequence[Trained], laboratory: Laboratory, quiet: bool,
         choose_skips: ChooseSkips,
-    ) -> list[Conclusion]:
+    ) -> list[Conclusion]:  # fmt: skip
         """Examine waiting cases, if possible now: skip bad samples, and go on. Returns what was skipped. Raises
         SpaceError.
 
@@ -186,9 +176,8 @@ class SampleWatch(Watch):
         skipped_samples = list[Conclusion]()
         is_ready = self._quiet >= self.config.samples.quiet_steps and state.step >= self._kept.until
         while is_ready and self._waiting:
-            next_case = self._waiting.pop(0)
-            case_conclusion = self._examine(next_case, state, trained, laboratory, choose_skips)
-            skipped_samples += [case_conclusion] if case_conclusion is not None else []
+            found = self._examine(self._waiting.pop(0), state, trained, laboratory, choose_skips)
+            skipped_samples += [found] if found is not None else []
         return skipped_samples
 
     def _wait(self, case: Waiting) -> None:
@@ -205,13 +194,9 @@ class SampleWatch(Watch):
         )
 
     def _examine(
-        self,
-        case: Waiting,
-        state: RunState,
-        trained: Sequence[Trained],
-        laboratory: Laboratory,
+        self, case: Waiting, state: RunState, trained: Sequence[Trained], laboratory: Laboratory,
         choose_skips: ChooseSkips,
-    ) -> Conclusion | None:
+    ) -> Conclusion | None:  # fmt: skip
         begin_time = time.perf_counter()
         self.parts.phase("examine samples")
         left_out = self.parts.select_unskipped()
@@ -225,28 +210,26 @@ class SampleWatch(Watch):
             self.drop_case(case, state.step, LEFT_OUT if suspect_window else UNKNOWN)
             return None
         try:
-            case_conclusion = examine_window(
-                laboratory, suspect_window, harmless_history, state.cursor, left_out
-            )
+            found = examine_window(laboratory, suspect_window, harmless_history, state.cursor, left_out)
         except DataError as error:
             # On every rank. If it is yet to be trained on, training will report it.
             self.drop_case(case, state.step, str(error))
             return None
         spent_seconds = time.perf_counter() - begin_time
-        if case_conclusion.cause is not Cause.DATA or not case_conclusion.bad:
-            self.record_nobody_bad(case, case_conclusion, state.step, spent_seconds)
+        if found.cause is not Cause.DATA or not found.bad:
+            self.record_nobody_bad(case, found, state.step, spent_seconds)
             return None
-        case_conclusion, why_kept = choose_skips(case_conclusion, suspect_window, state)
+        found, why_kept = choose_skips(found, suspect_window, state)
         spent_seconds = time.perf_counter() - begin_time
         if why_kept:
             self._kept = self._kept.begin_rest(state.step)
-            self.record_nobody_bad(case, replace(case_conclusion, reason=why_kept), state.step, spent_seconds)
+            self.record_nobody_bad(case, replace(found, reason=why_kept), state.step, spent_seconds)
             return None
         if case.verdict is Verdict.NON_FINITE:
-            case_conclusion = replace(case_conclusion, proven=True)
+            found = replace(found, proven=True)
         self._kept = Rest(until=self._kept.until)
-        self.skip_bad_samples(case, case_conclusion, suspect_window, state, spent_seconds)
-        return case_conclusion
+        self.skip_bad_samples(case, found, suspect_window, state, spent_seconds)
+        return found
 
 
 def describe_case(case: Waiting, step: int, reason: str) -> dict[str, Any]:
@@ -314,10 +297,7 @@ class TensorWatch(Watch):
     def measure_norms(self) -> dict[str, TensorNorms]:
         """The norms of the state that the engine holds, by tensor."""
         weights, moment_norms = self.engine.flat_state().tensor_norms(self._names)
-        return {
-            tensor_name: TensorNorms(weight_norm, moment_norm)
-            for tensor_name, weight_norm, moment_norm in zip(self._names, weights, moment_norms, strict=True)
-        }
+        return dict(zip(self._names, map(TensorNorms, weights, moment_norms), strict=True))
 
     def look_at_tensors(self, state: RunState) -> TensorJump | None:
         """After a step: whether a tensor has jumped since the last look."""
@@ -383,6 +363,5 @@ class Watches:
             try:
                 watch.load_state_dict(saved.get(watch.name, {}))
             except ValidationError as error:
-                raise mark_collective(
-                    store.refuse_stability(f"the checkpoint's {watch.name}", error)
-                ) from None
+                refusal = store.refuse_stability(f"the checkpoint's {watch.name}", error)
+                raise mark_collective(refusal) from None

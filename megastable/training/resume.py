@@ -25,7 +25,7 @@ from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora
-from megastable.data.loader import Loader
+from megastable.data.loader import Loader, RankPart
 from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
 from megastable.engine.engine import Engine
@@ -278,11 +278,10 @@ class Start:
         pieces: Stages | None,
     ) -> Loader:
         c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
-        return Loader(
-            source, skips, cursor, batches, c.train.micro_batch, t.sample_rank, self.layout.samples,
-            c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
-            part=(t.context_rank, self.layout.context), pieces=pieces,
-        )  # fmt: skip
+        part = RankPart(
+            c.train.micro_batch, t.sample_rank, self.layout.samples, t.context_rank, self.layout.context
+        )
+        return Loader(source, skips, cursor, batches, part, c.data, pin_memory=on_gpu, pieces=pieces)
 
     def freeze_recipe(self) -> bytes:
         """The recipe as frozen in the run directory."""

@@ -16,7 +16,7 @@ from megastable.attribution.sample_replay import Known, Laboratory, Trained, col
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.loader import segments_of
+from megastable.data.loader import RankPart, segments_of
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
@@ -182,8 +182,8 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
         source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
         found: dict[str, Any] = {}
         with Loader(
-            source, Skips.from_ranges([]), 0, BATCH, c.train.micro_batch, topology.data_rank, layout.data,
-            c.data.keep_documents_apart,
+            source, Skips.from_ranges([]), 0, BATCH,
+            RankPart(c.train.micro_batch, topology.data_rank, layout.data), c.data,
         ) as loader:  # fmt: skip
 
             def step() -> Any:

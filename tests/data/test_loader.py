@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
+from megastable.config.tree import DataConfig
 from megastable.config.warmups import Stages
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Loader, RankPart, Step
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.samples import Source
@@ -48,11 +49,18 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def load(
-    source: Source, steps: int, cursor: int = 0, skips: Skips | Selection = SKIPS, **options: Any
+    source: Source,
+    steps: int,
+    cursor: int = 0,
+    skips: Skips | Selection = SKIPS,
+    global_batch: int = 24,
+    apart: bool = False,
+    **part: int,
 ) -> list[Step]:
-    layout = {"global_batch": 24, "micro_batch": 4, "data_rank": 0, "data_size": 1, **options}
-    apart = layout.pop("keep_documents_apart", False)
-    with Loader(source, skips, cursor, keep_documents_apart=apart, **layout) as loader:
+    config = DataConfig(keep_documents_apart=apart)
+    with Loader(
+        source, skips, cursor, global_batch, RankPart(**{"micro_batch": 4, **part}), config
+    ) as loader:
         return list(islice(loader, steps))
 
 
@@ -85,7 +93,8 @@ def test_loader_gives_a_step(source: Source) -> None:
 
 
 def test_go_to_recovers_from_an_error_ahead(source: Source) -> None:
-    with Loader(source, Skips.from_ranges([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
+    left = Skips.from_ranges([(72, 2**62)])
+    with Loader(source, left, 0, 24, RankPart(4), DataConfig(prefetch=1)) as loader:
         list(islice(loader, 3))
         with pytest.raises(DataError, match="all others are skipped"):
             next(loader)
@@ -106,11 +115,14 @@ def test_loader_parts_of_a_context_group_are_its_samples(
     source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int
 ) -> None:
     """The same positions in the same order as without it, and segments of the whole sequence on every rank."""
-    (micro_batch, groups), rest = sizes, {"cursor": cursor, "keep_documents_apart": apart}
+    micro_batch, groups = sizes
     for group in range(groups):
-        place = rest | {"micro_batch": micro_batch, "data_size": groups, "data_rank": group}
-        whole = load(source, 2, **place)
-        ranks = [load(source, 2, **place, part=(rank, context)) for rank in range(context)]
+        place = {"micro_batch": micro_batch, "data_size": groups, "data_rank": group}
+        whole = load(source, 2, cursor, apart=apart, **place)
+        ranks = [
+            load(source, 2, cursor, apart=apart, **place, context_rank=rank, context_size=context)
+            for rank in range(context)
+        ]
         for number, step in enumerate(whole):
             for parts, batch in zip(
                 zip(*(steps[number].micro_batches for steps in ranks), strict=True),
@@ -128,7 +140,7 @@ def test_loader_parts_of_a_context_group_are_its_samples(
 
 
 def test_loader_raises_what_its_thread_met(source: Source, tmp_path: Path) -> None:
-    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False) as loader:
+    with Loader(source, SKIPS, 0, 24, RankPart(4), DataConfig()) as loader:
         next(loader)
         for shard in (tmp_path / "books").glob("*.bin"):
             os.truncate(shard, 0)
@@ -144,7 +156,7 @@ def test_loader_raises_what_its_thread_met(source: Source, tmp_path: Path) -> No
     "layout",
     [
         {"global_batch": 25}, {"data_size": 5}, {"micro_batch": 0}, {"data_rank": 1}, {"data_rank": -1},
-        {"part": (0, 3)}, {"part": (2, 2)}, {"part": (-1, 2)},
+        {"context_size": 3}, {"context_rank": 2, "context_size": 2}, {"context_rank": -1, "context_size": 2},
     ],
 )  # fmt: skip
 def test_loader_refuses_layouts(source: Source, layout: dict[str, Any]) -> None:
@@ -208,7 +220,9 @@ def load_stages(
     long_source: Source, stages: Stages, left: Skips, cursor: int, layout: tuple[int, int], rank: int
 ) -> Loader:
     ranks, micro = layout
-    return Loader(long_source, left, cursor, stages, micro, rank, ranks, False, pieces=PIECES)
+    return Loader(
+        long_source, left, cursor, stages, RankPart(micro, rank, ranks), DataConfig(), pieces=PIECES
+    )
 
 
 def check(steps: list[list[Step]], wanted: list[tuple[int, list[int]]], layout: tuple[int, int]) -> None:
@@ -289,7 +303,8 @@ def test_batches_ahead_are_what_will_be_read(stages: Stages, ranges: Ranges, cur
 @given(st.integers(0, 130), st.booleans())
 def test_loader_cuts_samples_by_their_position(long_source: Source, cursor: int, apart: bool) -> None:
     """In a step, and read again: into pieces of the length at the position; documents end there, too."""
-    with Loader(long_source, Skips.from_ranges([]), cursor, UNIT, 3, 0, 1, apart, pieces=PIECES) as loader:
+    none, config = Skips.from_ranges([]), DataConfig(keep_documents_apart=apart)
+    with Loader(long_source, none, cursor, UNIT, RankPart(3), config, pieces=PIECES) as loader:
         step = next(loader)
         again = loader.read_micro_batches(step.positions)
         alone = loader.read_micro_batches(np.repeat(step.positions[:1], 3))[0]

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.config.tree import CorpusConfig, RunConfig
+from megastable.config.tree import CorpusConfig, DataConfig, RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import open_corpora
-from megastable.data.loader import Loader
+from megastable.data.loader import Loader, RankPart
 from megastable.data.manifest import Manifest
 from megastable.data.plant import plant_corruption, positions_of, read_planted
 from megastable.data.samples import documents_at
@@ -67,17 +67,10 @@ def test_plant_changes_what_the_run_reads_there_alone(clean: Path, tmp_path: Pat
     assert read_planted(clean) is None
 
     length, size = config.model.sequence_length, config.train.global_batch
-    corpora = [
-        open_corpora([CorpusConfig(path=path)], length, config.run.seed)
-        for path in (clean, tmp_path / "planted")
-    ]
+    folders = clean, tmp_path / "planted"
+    corpora = [open_corpora([CorpusConfig(path=path)], length, config.run.seed) for path in folders]
     assert corpora[0].order_fingerprint == planted.order != corpora[1].order_fingerprint
-    steps = corpora[0].train.order.sequences[0] // size
-    texts = []
-    for opened in corpora:
-        with Loader(opened.train, Skips.from_ranges([]), 0, size, size, 0, 1, False) as loader:
-            batches = [step.micro_batches[0] for step in islice(loader, steps)]
-        texts.append(np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches]))
+    texts = [samples(path, config) for path in folders]
     changed = np.flatnonzero(np.any(texts[0] != texts[1], axis=1))
     ((first, end),) = planted.positions
     assert changed.tolist() == list(range(first, end))
@@ -100,7 +93,7 @@ def samples(corpus: Path, config: RunConfig) -> np.ndarray:
     """All samples of a run before any comes again, int64 [samples, length + 1]."""
     opened = open_corpora([CorpusConfig(path=corpus)], config.model.sequence_length, config.run.seed)
     size = config.train.global_batch
-    with Loader(opened.train, Skips.from_ranges([]), 0, size, size, 0, 1, False) as loader:
+    with Loader(opened.train, Skips.from_ranges([]), 0, size, RankPart(size), DataConfig()) as loader:
         steps = opened.train.order.sequences[0] // size
         batches = [step.micro_batches[0] for step in islice(loader, steps)]
     return np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches])

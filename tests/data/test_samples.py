@@ -20,9 +20,9 @@ from megastable.data.samples import (
     sample_entropy,
     unigram_entropy,
 )
-from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
 from megastable.data.shards import Shard, ShardWriter
 from tests.data.conftest import MakeCorpus
+from tests.data.test_shards import write_index
 
 VOCABULARY, EOD = 1000, 0
 TOKENIZER = TokenizerInfo(
@@ -121,13 +121,7 @@ def test_documents_at_leave_out_empty_documents(tmp_path: Path) -> None:
     """As other programs write them: a document index that stays where it is."""
     lengths, documents = [3, 5, 4], [0, 1, 1, 1, 2, 3, 3]
     np.full(sum(lengths), 9, "<u2").tofile(tmp_path / "part.bin")
-    code = next(code for code, dtype in CODES.items() if dtype == "uint16")
-    (tmp_path / "part.idx").write_bytes(
-        HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents))
-        + np.array(lengths, "<i4").tobytes()
-        + (np.cumsum([0, *lengths[:-1]]) * 2).astype("<i8").tobytes()
-        + np.array(documents, "<i8").tobytes()
-    )
+    write_index(tmp_path / "part", lengths, documents, code=8)
     assert Shard(tmp_path / "part").documents == 6
     stream = Stream(tmp_path, adopt_shards(tmp_path, TOKENIZER, 0.0, "c"), "train")
     source = Source(Order([OrderedCorpus("c", stream.tokens, 1.0)], 11, seed=0), [stream], EOD)

@@ -31,7 +31,7 @@ from megastable.base.fingerprint import fingerprint_tensors
 from megastable.base.reproducible import is_exact
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader, MicroBatch
+from megastable.data.loader import Loader, MicroBatch, RankPart
 from megastable.data.skips import Skips
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS
@@ -366,13 +366,14 @@ def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None
         is_exact(config.run.deterministic, engine.device), vars(layout) | {"zero": p.zero},
     )  # fmt: skip
     watch = OperationWatch(engine, request, folder)
+    part = RankPart(
+        config.train.micro_batch, topology.sample_rank, layout.samples, topology.context_rank, layout.context
+    )
     with ExitStack() as during:
         loader = during.enter_context(
             Loader(
-                corpora.train, Skips.from_ranges(config.data.skip), 0, config.batches, config.train.micro_batch,
-                topology.sample_rank, layout.samples, config.data.keep_documents_apart, config.data.prefetch,
-                pin_memory=engine.device.type == "cuda", part=(topology.context_rank, layout.context),
-                pieces=config.pieces,
+                corpora.train, Skips.from_ranges(config.data.skip), 0, config.batches, part, config.data,
+                pin_memory=engine.device.type == "cuda", pieces=config.pieces,
             )
         )  # fmt: skip
         writer = during.enter_context(TraceWriter(folder, header))

@@ -55,7 +55,7 @@ def measure_coordinates(recipe: str, overrides: tuple[str, ...], steps: int, out
     from megastable.config import deepspeed_json
     from megastable.config import recipe as recipes
     from megastable.data.corpora import open_corpora
-    from megastable.data.loader import Loader
+    from megastable.data.loader import Loader, RankPart
     from megastable.data.skips import Skips
     from megastable.engine.distributed import start_distributed, stop_distributed
     from megastable.engine.engine import Engine
@@ -71,11 +71,10 @@ def measure_coordinates(recipe: str, overrides: tuple[str, ...], steps: int, out
         config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(), 0, config.run.timeout)
     )
     train_config = config.train
+    part = RankPart(train_config.micro_batch)
     with Loader(
-        corpora.train, Skips.from_ranges([]), 0, train_config.global_batch, train_config.micro_batch, 0, 1,
-        config.data.keep_documents_apart, 1,
-        pin_memory=False,
-    ) as loader:  # fmt: skip
+        corpora.train, Skips.from_ranges([]), 0, train_config.global_batch, part, config.data
+    ) as loader:
         batches = [next(loader).micro_batches for _ in range(steps)]
     probe_batch = batches[0]
     first_activations, step_losses = record_activations(engine, config, probe_batch), list[float]()

@@ -20,7 +20,7 @@ from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import load_into, policy_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader
+from megastable.data.loader import Loader, RankPart
 from megastable.data.samples import Source
 from megastable.data.skips import Selection
 from megastable.engine.distributed import start_distributed, stop_distributed
@@ -126,8 +126,8 @@ class OfflineRun:
             Topology(Layout(1, 1, 1, 1), 0, config.run.timeout),
         )
         self.loader = Loader(
-            source, selection, self.state.cursor, config.batches, config.train.micro_batch, 0, 1,
-            config.data.keep_documents_apart, pin_memory=self.engine.device.type == "cuda", pieces=config.pieces,
+            source, selection, self.state.cursor, config.batches, RankPart(config.train.micro_batch), config.data,
+            pin_memory=self.engine.device.type == "cuda", pieces=config.pieces,
         )  # fmt: skip
         self.laboratory = Laboratory(config.stability.attribution, self.engine, self.loader)
         self._ring = Ring(self.engine, 0, 0)
