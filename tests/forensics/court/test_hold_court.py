@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,13 @@ def test_court_finds_a_planted_region_well_chosen(run: Path) -> None:
 def repeat_steps(root: Path) -> dict[str, Any]:
     """What the run did from step 31 to 40, again: from its checkpoint of step 30, after nothing, and as a branch."""
     from megastable_tools.forensics.court.hold_court import as_recorded, open_steps
-    from megastable_tools.forensics.court.offline_run import open_offline_run, recall_rate, recipe_of
+    from megastable_tools.forensics.court.offline_run import OfflineRun, recall_rate, recipe_of
 
     history = History(root)
     case = open_steps(history, 46, 46)
     config = recipe_of(case.checkpoint, history.config)
     rest = [done for done in history.list_steps(46, 50) if not done.undone]
-    with open_offline_run(case.checkpoint, config, case.library.source, case.selection) as offline:
+    with closing(OfflineRun(case.checkpoint, config, case.library.source, case.selection)) as offline:
         offline.load_checkpoint()
         replayed = offline.replay_steps(case.steps, lambda step: None)
         began, recorded = offline.start.updates, as_recorded(case)

@@ -50,49 +50,40 @@ def run_sheet(history: History) -> Sheet:
     samples_given = order.samples_before(cursor)
     done_steps = history.list_steps(0, LAST_STEP, SPANS)
     kept_steps = [done_step for done_step in done_steps if not done_step.undone]
+    paths = {share.name: share.path for blend in blends_in_force(history.blends) for share in blend.corpora}
     corpus_rows: list[dict[str, Any]] = []
-    total = 0
     out_of_all, current_shares = _out(history, kept_steps), order.quotas_at(cursor)
     for index, corpus in enumerate(order.corpora):
-        ranges = Skips.from_ranges([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
-        out = _samples(ranges, index, order.samples_before, cursor)
-        read_samples = samples_given[index] - out
-        total += read_samples
-        corpus_path = next(
-            (
-                s.path
-                for e in reversed(blends_in_force(history.blends))
-                for s in e.corpora
-                if s.name == corpus.name
-            ),
-            "",
+        out_ranges = Skips.from_ranges([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
+        skipped_samples = sum(
+            order.samples_before(min(end, cursor))[index] - order.samples_before(first)[index]
+            for first, end in out_ranges
+            if first < cursor
         )
+        read_samples = samples_given[index] - skipped_samples
         corpus_rows.append({
             "corpus": corpus.name, "weight": current_shares[index] / sum(current_shares), "samples": read_samples,
-            "tokens": read_samples * length, "epochs": samples_given[index] / order.sequences[index], "skipped": out,
-            "skipped_tokens": out * length, "left": -samples_given[index] % order.sequences[index], "path": corpus_path,
+            "tokens": read_samples * length, "epochs": samples_given[index] / order.sequences[index],
+            "skipped": skipped_samples, "skipped_tokens": skipped_samples * length,
+            "left": -samples_given[index] % order.sequences[index], "path": paths.get(corpus.name, ""),
         })  # fmt: skip
+    total = sum(corpus_row["samples"] for corpus_row in corpus_rows)
     for corpus_row in corpus_rows:
         corpus_row["share"] = corpus_row["samples"] / total if total else 0.0
-    refused_steps = [done_step for done_step in done_steps if not done_step.applied]
-    steps_lost = sum(
-        int(i.get("steps_lost", 0)) for i in find_latest(history.run.iterate_events(IncidentEvent)).values()
-    )
-    facts = [
-        ("position", f"{cursor:,}"), ("steps", f"{max((done_step.step for done_step in kept_steps), default=0):,}"),
-        ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused_steps):,}"),
-        ("steps lost", f"{steps_lost:,}"), ("skipped samples", f"{sum(r['skipped'] for r in corpus_rows):,}"),
-    ]  # fmt: skip
+    incidents = find_latest(history.run.iterate_events(IncidentEvent)).values()
     data = {
         "position": cursor, "steps": max((done_step.step for done_step in kept_steps), default=0), "samples": total,
-        "tokens": total * length,
-        "updates_refused": len(refused_steps), "steps_lost": steps_lost,
-        "skipped_samples": sum(r["skipped"] for r in corpus_rows),
+        "tokens": total * length, "updates_refused": sum(not done_step.applied for done_step in done_steps),
+        "steps_lost": sum(int(incident.get("steps_lost", 0)) for incident in incidents),
+        "skipped_samples": sum(corpus_row["skipped"] for corpus_row in corpus_rows),
     }  # fmt: skip
+    facts = [
+        (key.replace("_", " "), f"{data[key]:,}")
+        for key in ("position", "steps", "tokens", "updates_refused", "steps_lost", "skipped_samples")
+    ]
     skip_reasons = history.ledger.reasons.most_common(20)
     notes = [
-        f"skip ledger, {count_noun(line_count, 'line')}: {skip_reason}"
-        for skip_reason, line_count in skip_reasons
+        f"skip ledger, {count_noun(lines, 'line')}: {skip_reason}" for skip_reason, lines in skip_reasons
     ]
     known_blends = blends_in_force(history.blends)
     if len(known_blends) > 1:
@@ -101,8 +92,7 @@ def run_sheet(history: History) -> Sheet:
         title=f"{history.run.root.name}, read so far",
         lead=[
             f"{count_noun(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were "
-            "read, but "
-            "caused no update."
+            "read, but caused no update."
         ],
         facts=facts, columns=CORPUS_COLUMNS, rows=corpus_rows, notes=[*notes, *history.problems], data=data,
     )  # fmt: skip
@@ -114,22 +104,11 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
     selection = history.select_from(history.library_at(), ever=True)
     named_positions = selection.named_between(0, history.cursor)
     skipped_ranges = selection.positions.union(Skips.from_numbers(named_positions))
-    short_ranges = [
-        (range_start, range_end)
-        for range_start, range_end in skipped_ranges.ranges_between(0, history.cursor)
-        if range_end - range_start <= FEW
-    ]
-    few_positions = numbers_of(short_ranges)
-    positions_read = (
-        p
-        for _, read_positions in history.find_steps_that_read(few_positions, done)
-        for p in read_positions.tolist()
-    )
-    return (
-        Skips.from_ranges([*skipped_ranges.gaps().ranges, *((p, p + 1) for p in positions_read)])
-        .gaps()
-        .ranges
-    )
+    inner_ranges = skipped_ranges.ranges_between(0, history.cursor)
+    short_ranges = [(begin, end) for begin, end in inner_ranges if end - begin <= FEW]
+    steps_read = history.find_steps_that_read(numbers_of(short_ranges), done)
+    read_ranges = [(position, position + 1) for _, read in steps_read for position in read.tolist()]
+    return Skips.from_ranges([*skipped_ranges.gaps().ranges, *read_ranges]).gaps().ranges
 
 
 def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
@@ -147,16 +126,6 @@ def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Ra
         if unread_start < swap_end:
             unread_ranges.append((unread_start, swap_end))
     return unread_ranges
-
-
-def _samples(ranges: Sequence[Range], corpus: int, before: Any, cursor: int) -> int:
-    """How many samples of a corpus are in `ranges`, up to `cursor`."""
-    ranges_inside = (
-        (range_start, min(range_end, cursor)) for range_start, range_end in ranges if range_start < cursor
-    )
-    return sum(
-        before(range_end)[corpus] - before(range_start)[corpus] for range_start, range_end in ranges_inside
-    )
 
 
 Int64s = npt.NDArray[np.int64]
@@ -196,6 +165,8 @@ def document_sheet(
     step_rows = [step_row for history in runs for step_row in _rows(history, shelf, shard_name, first, end)]
     trained_count = sum(step_row["state"] == "trained" for step_row in step_rows)
     shown_ids = shard.read_tokens(first, min(end - first, most)).tolist()
+    if shown_ids and shown_ids[-1] == shelf.eod:
+        shown_ids.pop()
     cut_note = f", its first {most:,} tokens" if end - first > most else ""
     document_name = f"document {document} of {shard_name}"
     head: dict[str, Any] = {"run": "", "state": "the document", "first_token": 0, "tokens": end - first}
@@ -205,8 +176,7 @@ def document_sheet(
     notes = [] if runs else ["With --run RUN (repeatable) every step that trained on it is listed."]
     return Sheet(
         title=document_name, lead=lead, facts=facts, columns=DOCUMENT_COLUMNS, rows=[head, *step_rows],
-        passages={0: [Passage(f"{document_name}{cut_note}", split_at_tokens(_text(shown_ids, shelf.eod),
-        shelf.tokenizer))]},
+        passages={0: [Passage(f"{document_name}{cut_note}", split_at_tokens(shown_ids, shelf.tokenizer))]},
         notes=[*notes, *([shelf.problem] if shelf.problem else []),
         *(run_problem for run_history in runs for run_problem in run_history.problems)],
         data={
@@ -219,33 +189,30 @@ def document_sheet(
 def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
     """Index of the run's corpus that a shard belongs to. Raises DataError if it is none of them."""
     streams = library.source.streams
-    candidate_indexes = [
-        stream_index
+    infos_by_index = {
+        stream_index: shard_info
         for stream_index, stream in enumerate(streams)
         if not isinstance(stream, GoneStream)
-        and any(shard_info.name == shard for shard_info in stream.manifest.shards)
-    ]
+        for shard_info in stream.manifest.shards
+        if shard_info.name == shard
+    }
     given_shard = shelf.find_shard(shard)
     given_folder = given_shard.bin_path.resolve().parent
     matching_indexes = [
-        i for i in candidate_indexes if find_recipe(streams[i].directory).resolve() == given_folder
+        i for i in infos_by_index if find_recipe(streams[i].directory).resolve() == given_folder
     ]
     if not matching_indexes:
         # Accepts a copy elsewhere, but not another corpus with shards of the same names.
-        infos_by_index = {
-            i: next(x for x in streams[i].manifest.shards if x.name == shard) for i in candidate_indexes
-        }
-        if given_shard.info is not None:
-            matching_indexes = [i for i, x in infos_by_index.items() if x == given_shard.info]
-        else:
-            given_sizes = given_shard.bin_bytes, given_shard.idx_bytes, given_shard.documents
-            matching_indexes = [
-                i for i, x in infos_by_index.items() if (x.bin_bytes, x.idx_bytes, x.documents) == given_sizes
-            ]
+        given_sizes = given_shard.bin_bytes, given_shard.idx_bytes, given_shard.documents
+        matching_indexes = [
+            i
+            for i, info in infos_by_index.items()
+            if (info.bin_bytes, info.idx_bytes, info.documents) == given_sizes
+            and given_shard.info in (None, info)
+        ]
     if len(matching_indexes) != 1:
-        corpus_paths = ", ".join(
-            str(run_stream.directory) for run_stream in streams if not isinstance(run_stream, GoneStream)
-        )
+        known_streams = [run_stream for run_stream in streams if not isinstance(run_stream, GoneStream)]
+        corpus_paths = ", ".join(str(run_stream.directory) for run_stream in known_streams)
         raise DataError(
             f"{given_shard.bin_path} is not the run's training data, which was {corpus_paths}; give the "
             "shard of one of these"
@@ -253,9 +220,8 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
     return matching_indexes[0]
 
 
-def positions_with(library: Library, corpus: int, first: int, end: int, start: int, stop: int) -> Int64s:
+def positions_with(order: Order, corpus: int, first: int, end: int, start: int, stop: int) -> Int64s:
     """The positions in [start, stop) whose samples hold any of the tokens [first, end) of a corpus's stream."""
-    order = library.source.order
     sequence_length, last_sequence = order.sequence_length, order.sequences[corpus] - 1
     sequences = np.arange(first // sequence_length, min((end - 1) // sequence_length, last_sequence) + 1)
     return order.positions_of(corpus, sequences, start, stop)
@@ -274,7 +240,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     # Undone steps may have gone further than the run's current position.
     most = max(horizon, _horizon(history, selection, 0, 0))
     span = at, at + end - first
-    positions = positions_with(library, corpus, *span, 0, most)
+    positions = positions_with(order, corpus, *span, 0, most)
     past = positions[positions < cursor]
     future_positions = positions[(positions >= cursor) & (positions < horizon)][:AHEAD]
     found: list[dict[str, Any]] = []
@@ -288,18 +254,18 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
 
     # The document's position when each step was done: it may have moved since.
     for era_library, steps in history.split_into_eras(history.list_steps(0, LAST_STEP, SPANS)):
-        era_corpora = [c.name for c in era_library.source.order.corpora]
-        if order.corpora[corpus].name not in era_corpora:
+        era_order, corpus_name = era_library.source.order, order.corpora[corpus].name
+        era_corpora = [era_corpus.name for era_corpus in era_order.corpora]
+        if corpus_name not in era_corpora:
             continue
         begin, stop = min(d.first_position for d in steps), max(d.next_position for d in steps)
-        era_positions = positions_with(
-            era_library, era_corpora.index(order.corpora[corpus].name), *span, begin, stop
-        )
+        era_positions = positions_with(era_order, era_corpora.index(corpus_name), *span, begin, stop)
         for done, mine in history.find_steps_that_read(era_positions, steps):
+            clock = datetime.fromtimestamp(done.time, UTC).isoformat(" ", "seconds")
             for position in mine.tolist():
                 met.add(position)
-                facts = {"step": done.step, "state": done.state, "loss": done.loss, "time": _clock(done.time)}
-                found.append(row(position, era_library.source.order, **facts))
+                facts = {"step": done.step, "state": done.state, "loss": done.loss, "time": clock}
+                found.append(row(position, era_order, **facts))
     passed_over = history.select_from(library, ever=True).mask_skipped(past)
     for position, left_out in zip(past.tolist(), passed_over.tolist(), strict=True):
         if position not in met:
@@ -326,17 +292,7 @@ def _horizon(history: History, selection: Selection, step: int, cursor: int) -> 
     horizon_end, end_before = cursor + int(1.1 * positions_left), -1
     while horizon_end > end_before:
         end_before = horizon_end
-        skipped_positions = sum(
-            range_end - range_start
-            for range_start, range_end in selection.positions.ranges_between(cursor, horizon_end)
-        )
+        skipped_ranges = selection.positions.ranges_between(cursor, horizon_end)
+        skipped_positions = sum(range_end - range_start for range_start, range_end in skipped_ranges)
         horizon_end = min(LAST_POSITION, cursor + int(1.1 * positions_left) + skipped_positions)
     return horizon_end
-
-
-def _clock(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).isoformat(" ", "seconds")
-
-
-def _text(ids: list[int], eod: int | None) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == eod else ids

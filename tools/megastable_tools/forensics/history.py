@@ -75,10 +75,8 @@ class History:
     def __init__(self, root: Path) -> None:
         self.run = RunDirectory(root)
         if not self.run.recipe.is_file():
-            raise DataError(
-                f"{root} is not the directory of a run: {self.run.recipe.name} is missing; give one "
-                "such as runs/quickstart"
-            )
+            missing = f"{self.run.recipe.name} is missing; give one such as runs/quickstart"
+            raise DataError(f"{root} is not the directory of a run: {missing}")
         self.config = load_recipe(self.run.recipe)
         self.blends = read_blends(self.run.blends)
         self.problems: list[str] = []
@@ -119,9 +117,7 @@ class History:
     def find_share(self, fingerprint: str) -> Share:
         """The corpus of the run with that manifest fingerprint. Raises DataError if there is none."""
         # A removed corpus is still read up to the next block.
-        shares = [
-            share for blend_entry in reversed(blends_in_force(self.blends)) for share in blend_entry.corpora
-        ]
+        shares = [share for blend in reversed(blends_in_force(self.blends)) for share in blend.corpora]
         matching_share = next((share for share in shares if share.fingerprint == fingerprint), None)
         if matching_share is None:
             known = ", ".join(dict.fromkeys(share.path for share in shares)) or "none that it wrote down"
@@ -135,7 +131,13 @@ class History:
         """Every execution of the steps [first, last], in the order of time; damaged files are listed in `problems`."""
         record_rows, problems = self._folder.read_rows(first, last, columns)
         self.problems += [new_problem for new_problem in problems if new_problem not in self.problems]
-        return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in record_rows]
+        rewind_times, lowest_steps = self._goings_back
+        steps_found = []
+        for row in record_rows:
+            later_index = bisect_right(rewind_times, row["time"])
+            is_undone = later_index < len(rewind_times) and lowest_steps[later_index] < row["step"]
+            steps_found.append(Done(**row, undone=is_undone))
+        return steps_found
 
     def require_steps(self, first: int, last: int) -> list[Done]:
         """As `list_steps`. Raises DataError if none was recorded."""
@@ -198,9 +200,7 @@ class History:
         usable_selection, ledger_problems = ledger.select_usable(
             self.run.skips, library.source.order, self.config.data.skip
         )
-        self.problems += [
-            ledger_problem for ledger_problem in ledger_problems if ledger_problem not in self.problems
-        ]
+        self.problems += [problem for problem in ledger_problems if problem not in self.problems]
         return usable_selection
 
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
@@ -232,11 +232,6 @@ class History:
         edges = done.skipped or []
         return Skips.from_ranges(zip(edges[::2], edges[1::2], strict=True))
 
-    def _undone(self, step: int, time: float) -> bool:
-        rewind_times, lowest_steps = self._goings_back
-        later_index = bisect_right(rewind_times, time)
-        return later_index < len(rewind_times) and lowest_steps[later_index] < step
-
     @cached_property
     def _goings_back(self) -> tuple[list[float], list[int]]:
         """Times of rewinds and restarts, ascending; and the lowest step from which the run continued, then or later."""
@@ -265,12 +260,9 @@ class History:
     @cached_property
     def suspects(self) -> dict[int, SuspectFacts]:
         """What attribution measured of samples, by position; the newest."""
-        attributions_told = [e.get("suspects") or [] for e in self._events if e.get("what") == "attributed"]
-        return {
-            s.position: s
-            for suspects_told in attributions_told
-            for s in map(SuspectFacts.model_validate, suspects_told)
-        }
+        attributions = [event for event in self._events if event.get("what") == "attributed"]
+        told = [suspect for event in attributions for suspect in event.get("suspects") or []]
+        return {suspect.position: suspect for suspect in map(SuspectFacts.model_validate, told)}
 
     @cached_property
     def _events(self) -> list[Event]:
@@ -299,8 +291,7 @@ def live_place(history: History) -> tuple[int, int]:
 def checkpoint_cursor(run: RunDirectory, choose: Callable[[list[int]], int]) -> int:
     """The cursor of one of a run's checkpoints: choose `min` or `max`; 0 if there is none."""
     # An unreadable one is also skipped when the run starts.
-    cursors_told = (
-        read_whole(read_object(path).get("cursor")) for path in run.checkpoints.glob("step-*/state.json")
-    )
+    state_files = run.checkpoints.glob("step-*/state.json")
+    cursors_told = [read_whole(read_object(state_file).get("cursor")) for state_file in state_files]
     known_cursors = [cursor for cursor in cursors_told if cursor is not None]
     return choose(known_cursors) if known_cursors else 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +28,11 @@ from megastable.base.text import count_noun, make_visible, show_ranges
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.data.blends import GoneStream, Line, read_blends
-from megastable.data.manifest import Stream
 from megastable.data.order import Order
 from megastable.data.samples import Document, DocumentPart, parts_by_position
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import Ledger, append_entries, sample_entries
 from megastable.data.skips import Selection, batches_ahead, ranges_of
-from megastable.data.tokenizer import Tokenizer
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable.run.directory import RunDirectory, read_object
@@ -57,10 +55,9 @@ AT_ONCE = 1 << 20  # tokens measured at a time
 CLEAR = 6.0  # minimum score of a suspect piece
 COUNTED = 32  # tokens: shorter pieces are ignored
 
+ABOUT_SCORE = "about -log10 of the share of ordinary text that is as odd"
 COLUMNS = (
-    Column(
-        "score", "score", "score", "about -log10 of the share of ordinary text that is as odd", limit=CLEAR
-    ),
+    Column("score", "score", "score", ABOUT_SCORE, limit=CLEAR),
     Column("kind", "looks like"),
     Column("step", "step", "count", "at which it will be read, by the current order"),
     Column("position", "position", "count"),
@@ -102,32 +99,30 @@ class Lookout:
         self._heads: dict[tuple[str, int], int] = {}
 
     def yardstick_of(self, corpus: int) -> Yardstick:
-        """The baseline of a corpus, learnt once."""
+        """The baseline of a corpus, learnt once, from about SAMPLE tokens spread over all of its shards."""
         if corpus not in self._yardsticks:
-            self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
+            stream = self.source.streams[corpus]
+            assert not isinstance(stream, GoneStream)
+            shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
+            vocabulary = stream.manifest.tokenizer
+            lexicon = Lexicon.of_tokenizer(self.library.tokenizer, vocabulary.vocab_size, vocabulary.eod)
+            sample = sample_with_keys(shards, document_keys, SAMPLE)
+            self._yardsticks[corpus] = Yardstick.learn_from(sample, lexicon)
         return self._yardsticks[corpus]
 
     def find_suspects(self, positions: Int64s, least: float = CLEAR) -> list[FoundPart]:
         """The parts with a score of at least `least`, in the order of the positions."""
-        length = self.source.order.sequence_length
-        suspect_parts = []
-        for some_positions in np.split(
-            positions, range(AT_ONCE // length + 1, positions.size, AT_ONCE // length + 1)
-        ):
-            suspect_parts += self._look(some_positions, least)
-        return suspect_parts
-
-    def _look(self, positions: Int64s, least: float) -> list[FoundPart]:
-        if not positions.size:
-            return []
+        samples_at_once = AT_ONCE // self.source.order.sequence_length + 1
         corpus_names = [corpus.name for corpus in self.source.order.corpora]
-        by_corpus: dict[int, list[tuple[int, DocumentPart]]] = {}
-        for position, parts in parts_by_position(self.source, positions).items():
-            for part in parts:
-                by_corpus.setdefault(corpus_names.index(part.document.corpus), []).append((position, part))
-        suspect_parts = [
-            f for corpus, parts in by_corpus.items() for f in self._measure(corpus, parts, least)
-        ]
+        suspect_parts = list[FoundPart]()
+        for begin in range(0, positions.size, samples_at_once):
+            by_corpus = defaultdict[int, list[tuple[int, DocumentPart]]](list)
+            some_positions = positions[begin : begin + samples_at_once]
+            for position, parts in parts_by_position(self.source, some_positions).items():
+                for part in parts:
+                    by_corpus[corpus_names.index(part.document.corpus)].append((position, part))
+            for corpus, corpus_parts in by_corpus.items():
+                suspect_parts += self._measure(corpus, corpus_parts, least)
         return sorted(suspect_parts, key=lambda f: (f.position, f.part.offset))
 
     def _measure(
@@ -142,15 +137,13 @@ class Lookout:
             shard_name = document_part.document.shard
             if shard_name not in opened_shards:
                 opened_shards = {shard_name: stream.open_shard(shard_name)}
-            part_ids.append(
-                opened_shards[shard_name].read_raw(document_part.first_token, document_part.tokens)
-            )
-            keys.append(self._key(opened_shards[shard_name], document_part.document))
+            shard = opened_shards[shard_name]
+            part_ids.append(shard.read_raw(document_part.first_token, document_part.tokens))
+            keys.append(self._key(shard, document_part.document))
         part_edges = np.cumsum([0, *(document_part.tokens for _, document_part in parts)], dtype=np.int64)
         pieces, owner = cut_documents(part_edges)
-        features = yardstick.measure_features(
-            np.concatenate(part_ids), pieces, np.array(keys, dtype=np.uint64)[owner]
-        )
+        piece_keys = np.array(keys, dtype=np.uint64)[owner]
+        features = yardstick.measure_features(np.concatenate(part_ids), pieces, piece_keys)
         piece_judgement = yardstick.judge_features(features)
         lengths = np.diff(pieces)
         score = np.where(lengths >= COUNTED, piece_judgement.score, 0.0)
@@ -159,9 +152,8 @@ class Lookout:
             worst = int(own_pieces[score[own_pieces].argmax()])
             position, document_part = parts[part_number]
             feature_name = FEATURES[int(piece_judgement.feature[worst])].name
-            why = yardstick.explain_piece(
-                int(lengths[worst]), feature_name, float(features[feature_name][worst])
-            )
+            worst_value = float(features[feature_name][worst])
+            why = yardstick.explain_piece(int(lengths[worst]), feature_name, worst_value)
             yield FoundPart(
                 position, document_part, float(score[worst]), KINDS[int(piece_judgement.kind[worst])],
                 why, int(lengths[own_pieces][score[own_pieces] >= least].sum()),
@@ -169,52 +161,27 @@ class Lookout:
             )  # fmt: skip
 
     def _key(self, shard: Shard, document: Document) -> int:
+        """The key that decides which half of the tables a document belongs to."""
+        if document.tokens > BLOCK:
+            return long_key(shard.name, document.document)
         document_place = document.shard, document.document
         if document_place not in self._heads:
             if len(self._heads) > 1 << 17:
                 self._heads.clear()
-            self._heads[document_place] = key_of(
-                shard, document.document, document.first_token, document.tokens
-            )
+            head_ids = shard.read_raw(document.first_token, min(document.tokens, HEAD))
+            self._heads[document_place] = int(document_keys(head_ids, np.array([0, len(head_ids)]))[0])
         return self._heads[document_place]
-
-
-def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
-    """The key that decides which half of the tables a document belongs to."""
-    if tokens > BLOCK:
-        return long_key(shard.name, number)
-    head_tokens = min(tokens, HEAD)
-    return int(document_keys(shard.read_raw(first, head_tokens), np.array([0, head_tokens]))[0])
-
-
-def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Yardstick:
-    """The baseline of a stream's corpus, from about `most` tokens spread over all of its shards."""
-    assert not isinstance(stream, GoneStream)
-    shards = [Shard(stream.directory / shard_info.name, shard_info) for shard_info in stream.manifest.shards]
-
-    shard_info = stream.manifest.tokenizer
-    return Yardstick.learn_from(
-        sample_with_keys(shards, document_keys, most),
-        Lexicon.of_tokenizer(tokenizer, shard_info.vocab_size, shard_info.eod),
-    )
-
-
-def to_come(history: History, steps: int) -> tuple[int, list[Int64s]]:
-    """The run's current step, and the positions that each of its next `steps` steps will read, by today's skips."""
-    step, cursor = live_place(history)
-    selection = history.select_from(history.library_at())
-    return step, batches_ahead(selection, history.config.batches, cursor, steps)
 
 
 def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
     """The parts of a run's next `steps` steps that look corrupt, the worst first."""
-    step, batches = to_come(history, steps)
-    library, positions = history.library_at(), np.concatenate(batches)
+    library, (step, cursor) = history.library_at(), live_place(history)
+    batches = batches_ahead(history.select_from(library), history.config.batches, cursor, steps)
+    positions = np.concatenate(batches)
     lookout = Lookout(library)
     suspect_parts = sorted(lookout.find_suspects(positions), key=lambda f: -f.score)
-    step_by_position = {
-        position: number for number, batch in enumerate(batches, step + 1) for position in batch.tolist()
-    }
+    numbered_batches = enumerate(batches, step + 1)
+    step_by_position = {position: number for number, batch in numbered_batches for position in batch.tolist()}
     suspect_rows = [
         {
             "score": f.score, "kind": f.kind, "step": step_by_position[f.position], "position": f.position,
@@ -246,12 +213,8 @@ def passage_of(library: Library, found: FoundPart) -> Passage:
     """The text of the part."""
     source = library.source
     corpus_index = [order_corpus.name for order_corpus in source.order.corpora].index(found.document.corpus)
-    part_ids = (
-        source.streams[corpus_index]
-        .open_shard(found.document.shard)
-        .read_raw(found.part.first_token, found.part.tokens)
-        .tolist()
-    )
+    shard = source.streams[corpus_index].open_shard(found.document.shard)
+    part_ids = shard.read_raw(found.part.first_token, found.part.tokens).tolist()
     part_place = f"document {found.document.document} of {found.document.shard}, position {found.position}"
     return Passage(part_place, split_at_tokens(part_ids, library.tokenizer))
 
@@ -322,27 +285,22 @@ class Scout:
             ledger_state = 0, 0, order
         if self._selection is None or ledger_state != self._selection[0]:
             ledger = Ledger.read_ledger(self.run.skips, [])
-            self._selection = (
-                ledger_state,
-                ledger.select_usable(self.run.skips, order, self.config.data.skip)[0],
-            )
+            usable, _ = ledger.select_usable(self.run.skips, order, self.config.data.skip)
+            self._selection = ledger_state, usable
         return self._selection[1]
 
     def _skipped_before(self) -> int:
         """Number of samples from `begin` on skipped by an earlier scan, or by this one before a rewind."""
-        skipped_ranges = [
-            r for look_event in self.run.iterate_events(LookedAhead) for r in look_event.positions
-        ]
-        return sum(
-            range_end - range_start for range_start, range_end in skipped_ranges if range_start >= self.begin
-        )
+        look_events = self.run.iterate_events(LookedAhead)
+        skipped_ranges = [skipped_range for event in look_events for skipped_range in event.positions]
+        return sum(end - first for first, end in skipped_ranges if first >= self.begin)
 
     def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
         """The samples with enough corrupt tokens, by position."""
-        wanted_kinds, by_position = set(self.settings.kinds), dict[int, list[FoundPart]]()
+        by_position = defaultdict[int, list[FoundPart]](list)
         for one in found:
-            if one.kind in wanted_kinds:
-                by_position.setdefault(one.position, []).append(one)
+            if one.kind in self.settings.kinds:
+                by_position[one.position].append(one)
         least_tokens = max(COUNTED, self.settings.share * self.config.model.sequence_length)
         return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least_tokens}
 
@@ -358,31 +316,25 @@ class Scout:
         self._spent = len(chosen) < len(clear)
         if not chosen:
             return
-        kind_counts = Counter(
-            max(sample_parts, key=lambda one: one.score).kind for sample_parts in chosen.values()
-        )
+        worst_parts = [max(parts, key=lambda one: one.score) for parts in chosen.values()]
+        kind_counts = Counter(worst_part.kind for worst_part in worst_parts)
         what = ", ".join(f"{kind_count} {kind_name}" for kind_name, kind_count in kind_counts.most_common())
         position_ranges = ranges_of(sorted(chosen))
-        documents = dict.fromkeys(
-            suspect_part.document for sample_parts in chosen.values() for suspect_part in sample_parts
-        )
+        documents = dict.fromkeys(part.document for parts in chosen.values() for part in parts)
         assert self._lookout is not None
         order = self._lookout.source.order
-        append_entries(
-            self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents)
-        )
+        entries = sample_entries(order, np.array(sorted(chosen)), REASON + what, documents)
+        append_entries(self.run.skips, entries)
         self._used += len(chosen)
         look_event = LookedAhead(
             positions=position_ranges, samples=len(chosen), kinds=dict(kind_counts), looked=self.looked,
             documents=[document.model_dump() for document in list(documents)[:200]],
             evidence=self._evidence(list(chosen.values())), budget_left=budget_left - len(chosen),
         )  # fmt: skip
-        self.log.emit_event(
-            look_event,
-            say=f"ahead of the run: {count_noun(len(chosen), 'sample')} of "
-            f"{count_noun(len(documents), 'document')} will be "
-            f"skipped in every epoch, positions {show_ranges(position_ranges, 4)} ({what})",
-        )
+        what_is_skipped = f"{count_noun(len(chosen), 'sample')} of {count_noun(len(documents), 'document')}"
+        where = f"positions {show_ranges(position_ranges, 4)} ({what})"
+        told = f"ahead of the run: {what_is_skipped} will be skipped in every epoch, {where}"
+        self.log.emit_event(look_event, say=told)
 
     def _evidence(self, found: Sequence[Sequence[FoundPart]]) -> list[dict[str, object]]:
         assert self._lookout is not None

@@ -21,9 +21,8 @@ from megastable_tools.forensics.history import History
 from megastable_tools.forensics.shard_set import split_at_tokens
 
 Int64s = npt.NDArray[np.int64]
-TokenLosses = Callable[
-    [Library, Int64s], npt.NDArray[np.floating]
-]  # positions [n] -> nats [n, sequence length]
+# positions [n] -> nats [n, sequence length]
+TokenLosses = Callable[[Library, Int64s], npt.NDArray[np.floating]]
 
 MOST = 200_000  # samples of one sheet
 
@@ -139,14 +138,12 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         facts_of = partial(facts, kind=kind)
         _add(history, part_library, positions, facts_of, recorded, texts, losses, sample_rows, text_passages)
     count = bad_skips.count()
-    document_count = _documents(
-        [sample_row for sample_row in sample_rows if not sample_row["deferred"]], bad_skips.contains
-    )
+    bad_rows = [r for r in sample_rows if not r["deferred"] and bad_skips.contains(r["position"])]
+    document_count = _documents(bad_rows)
     found = "bad" if incident.bad else "left out"
     where_text = f"positions {show_ranges(incident.positions) or 'none'}"
-    bad_text = (
-        f"{count_noun(count, 'sample')} {found} ({where_text}), of {count_noun(document_count, 'document')}"
-    )
+    documents_text = count_noun(document_count, "document")
+    bad_text = f"{count_noun(count, 'sample')} {found} ({where_text}), of {documents_text}"
     left = describe_deferral(incident.deferred, incident.returns, incident.lost)
     what_text = "; ".join([*([bad_text] if count or not left else []), *([left] if left else [])])
     lead = [
@@ -180,16 +177,10 @@ def losses_under(checkpoint: Path | None) -> TokenLosses | None:
 
 
 def _add(
-    history: History,
-    library: Library,
-    positions: Int64s,
-    facts: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
-    recorded: Mapping[int, float],
-    texts: int,
-    losses: TokenLosses | None,
-    rows: list[dict[str, Any]],
-    passages: dict[int, list[Passage]],
-) -> None:
+    history: History, library: Library, positions: Int64s,
+    facts: Mapping[str, Any] | Callable[[int], Mapping[str, Any]], recorded: Mapping[int, float], texts: int,
+    losses: TokenLosses | None, rows: list[dict[str, Any]], passages: dict[int, list[Passage]],
+) -> None:  # fmt: skip
     """Add a row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
     sample_places = order.locate_samples(positions)
@@ -216,27 +207,22 @@ def _add(
         for document_part in parts_of_position[position]:
             if sample_tokens is not None and len(rows) < texts:
                 passages[len(rows)] = [_passage(library, document_part, sample_tokens, heat)]
-            rows.append(sample_facts | _place(document_part))
-
-
-def _place(part: DocumentPart) -> dict[str, Any]:
-    part_document, (span_first, span_end) = part.document, part.own_span
-    return {
-        "shard": part_document.shard, "document": part_document.document, "first": span_first, "end": span_end,
-        "tokens": part.tokens,
-        "of_tokens": part_document.tokens, "first_byte": part.first_byte, "bytes": part.bytes,
-    }  # fmt: skip
+            document, (first, end) = document_part.document, document_part.own_span
+            rows.append(sample_facts | {
+                "shard": document.shard, "document": document.document, "first": first, "end": end,
+                "tokens": document_part.tokens, "of_tokens": document.tokens,
+                "first_byte": document_part.first_byte, "bytes": document_part.bytes,
+            })  # fmt: skip
 
 
 def _passage(
     library: Library, part: DocumentPart, tokens: Int64s, heat: npt.NDArray[np.floating] | None
 ) -> Passage:
-    part_ids = tokens[part.offset : part.offset + part.tokens].tolist()
-    # The loss at index i is that of token i + 1: the first token of a sample has none of its own.
-    own_losses = None
+    inside = slice(part.offset, part.offset + part.tokens)
+    part_ids, own_losses = tokens[inside].tolist(), None
     if heat is not None:
-        shifted_losses = np.concatenate([[np.nan], heat])[part.offset : part.offset + part.tokens]
-        own_losses = shifted_losses.tolist()
+        # The loss at index i is that of token i + 1: the first token of a sample has none of its own.
+        own_losses = np.concatenate([[np.nan], heat])[inside].tolist()
     if part_ids and part_ids[-1] == library.source.eod:
         part_ids, own_losses = part_ids[:-1], own_losses[:-1] if own_losses is not None else None
     part_document = part.document
@@ -246,8 +232,8 @@ def _passage(
     return Passage(where, split_at_tokens(part_ids, library.tokenizer, own_losses))
 
 
-def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] = lambda _: True) -> int:
-    return len({(r["corpus"], r["shard"], r["document"]) for r in rows if chosen(r["position"])})
+def _documents(rows: Sequence[Mapping[str, Any]]) -> int:
+    return len({(r["corpus"], r["shard"], r["document"]) for r in rows})
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megastable.base.errors import DataError
@@ -94,12 +94,14 @@ def open_shelf(paths: Sequence[Path], tokenizer: Path | None = None) -> Shelf:
             # Single shards of a corpus: its manifest applies.
             return _of_corpus(next(iter(parent_folders)), names)
     known = None if tokenizer is None else load_tokenizer(find_recipe(tokenizer))
+    # Hashing the contents would take long; the modification times stand in for them.
+    shard_facts = [(s.name, s.bin_bytes, s.idx_bytes, s.bin_path.stat().st_mtime_ns) for s in shards]
     return Shelf(
         name=names[0] if len(names) == 1 else paths[0].resolve().parent.name,
         shards=shards, directory=None, manifest=None, tokenizer=known,
         vocab_size=known.vocab_size if known else None, eod=known.eod if known else None,
         problem="" if known else "no tokenizer is known (--tokenizer): token ids are shown instead of text",
-        fingerprint=_digest([_facts(shard) for shard in shards], known.xxh3 if known else ""),
+        fingerprint=_digest(shard_facts, known.xxh3 if known else ""),
     )  # fmt: skip
 
 
@@ -134,21 +136,10 @@ def _corpus(directory: Path, given: Path | None) -> Shelf:
 def _of_corpus(directory: Path, names: Sequence[str]) -> Shelf:
     whole = _corpus(directory, None)
     shards = [whole.find_shard(shard_name) for shard_name in names]
-    shard_infos = (
-        [shard.model_dump() for shard in whole.manifest.shards if shard.name in names]
-        if whole.manifest
-        else []
-    )
-    return Shelf(
-        name=names[0] if len(names) == 1 else whole.name, shards=shards, directory=directory, manifest=None,
-        tokenizer=whole.tokenizer, vocab_size=whole.vocab_size, eod=whole.eod, problem=whole.problem,
-        fingerprint=_digest(shard_infos, whole.fingerprint),
-    )  # fmt: skip
-
-
-def _facts(shard: Shard) -> tuple[str, int, int, int]:
-    # Hashing the contents would take long; the modification time stands in for them.
-    return shard.name, shard.bin_bytes, shard.idx_bytes, shard.bin_path.stat().st_mtime_ns
+    assert whole.manifest is not None
+    shard_infos = [shard.model_dump() for shard in whole.manifest.shards if shard.name in names]
+    name, digest = names[0] if len(names) == 1 else whole.name, _digest(shard_infos, whole.fingerprint)
+    return replace(whole, name=name, shards=shards, directory=directory, manifest=None, fingerprint=digest)
 
 
 def _digest(*parts: object) -> str:
@@ -169,8 +160,9 @@ def split_at_tokens(
     for ids beyond its vocabulary, the ids themselves are shown.
     """
     if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
-        hints = _hints(ids, losses)
-        return [Span(f"{token} ", span_heat, span_hint) for token, (span_heat, span_hint) in zip(ids, hints)]
+        if losses is None:
+            return [Span(f"{token} ", None, "") for token in ids]
+        return [Span(f"{token} ", _heat(loss), f"{loss:.2f} nats") for token, loss in zip(ids, losses)]
     if losses is None:
         return [Span(tokenizer.decode(ids))] if ids else []
     spans_found, tokens_before = [], 0
@@ -180,10 +172,6 @@ def split_at_tokens(
         spans_found.append(Span(piece_text, _heat(hottest_loss), f"{hottest_loss:.2f} nats"))
         tokens_before += token_count
     return spans_found
-
-
-def _hints(ids: Sequence[int], losses: Sequence[float] | None) -> list[tuple[float | None, str]]:
-    return [(None, "")] * len(ids) if losses is None else [(_heat(x), f"{x:.2f} nats") for x in losses]
 
 
 def _heat(loss: float) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +59,8 @@ class Skipped:
         if not self.documents:
             head = f"corpus {self.corpus} is swapped out{'' if self.lines else ' already'}"
         elif not self.lines:
-            head = (
-                f"nothing to do: the {self.documents:,} documents of corpus {self.corpus} are skipped already"
-            )
+            documents_text = f"the {self.documents:,} documents of corpus {self.corpus}"
+            head = f"nothing to do: {documents_text} are skipped already"
         elif not self.samples:
             head = f"{self.documents:,} documents of corpus {self.corpus}: all of their samples are skipped already; "
             head += "the documents are named now, too, which holds for any sequence length"
@@ -84,38 +83,42 @@ def skip_documents(
     Raises DataError if the run has no such corpus, or nothing would be left.
     """
     library = history.library_at()
-    order = library.source.order
-    corpus_index = [order_corpus.name for order_corpus in order.corpora].index(
-        history.find_share(fingerprint).name
-    )
-    name, stream = order.corpora[corpus_index].name, library.source.streams[corpus_index]
+    order, (corpus_index, stream) = library.source.order, _find_stream(history, fingerprint)
+    name = order.corpora[corpus_index].name
     if isinstance(stream, GoneStream):
         raise DataError(f"the run no longer trains on corpus {name}: nothing to skip")
     chosen = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
     found = list(_tokens(stream, chosen))
     token_edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
     known_skips = history.select_from(library).sequences.get(corpus_index, NONE)
-    samples = sequences_of(
-        Skips.from_edges(token_edges), order.sequence_length, order.sequences[corpus_index]
-    )
+    token_skips = Skips.from_edges(token_edges)
+    samples = sequences_of(token_skips, order.sequence_length, order.sequences[corpus_index])
     new = known_skips.union(samples).count() - known_skips.count()
     # By tokens: with shorter sequences only some of them may lie in skipped samples.
     named_tokens = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
-    lacks_tokens = named_tokens.union(Skips.from_edges(token_edges)).count() > named_tokens.count()
+    lacks_tokens = named_tokens.union(token_skips).count() > named_tokens.count()
     entries: list[AnyEntry] = []
-    for token_part in (found[at : at + RANGES] for at in range(0, len(found) if lacks_tokens else 0, RANGES)):
-        documents_by_shard: dict[str, list[int]] = {}
+    for begin in range(0, len(found) if lacks_tokens else 0, RANGES):
+        token_part = found[begin : begin + RANGES]
+        documents_by_shard: dict[str, dict[int, None]] = {}
         for shard, number, _ in token_part:
-            documents_by_shard.setdefault(shard, [])
-            if number not in documents_by_shard[shard][-1:]:
-                documents_by_shard[shard].append(number)
-        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in documents_by_shard.items()]
+            documents_by_shard.setdefault(shard, {})[number] = None
+        of = [
+            ShardDocuments(shard=shard, documents=list(named)) for shard, named in documents_by_shard.items()
+        ]
         tokens = [list(tokens) for _, _, tokens in token_part]
         entries.append(
             SampleEntry(corpus=name, fingerprint=fingerprint, tokens=tokens, reason=reason, documents=of)
         )
     count = sum(of.touched.size for of in chosen.values())
     return _add(history, entries, Skipped(name, count, new, len(entries), samples.count() - new, False, None))
+
+
+def _find_stream(history: History, fingerprint: str) -> tuple[int, Stream]:
+    """The run's corpus with that manifest fingerprint: its index and its tokens. Raises DataError if it has none."""
+    source, share = history.library_at().source, history.find_share(fingerprint)
+    corpus_index = [corpus.name for corpus in source.order.corpora].index(share.name)
+    return corpus_index, source.streams[corpus_index]
 
 
 def skip_plan(history: History, path: Path, reason: str | None = None) -> Skipped:
@@ -127,10 +130,7 @@ def skip_plan(history: History, path: Path, reason: str | None = None) -> Skippe
             f"{path} does not name its corpus: make a plan of it with megastable prune plan --list"
         )
     # At its current path: the recipe may have followed a moved corpus.
-    corpus_names = [corpus.name for corpus in history.library_at().source.order.corpora]
-    stream = history.library_at().source.streams[
-        corpus_names.index(history.find_share(plan.fingerprint).name)
-    ]
+    _, stream = _find_stream(history, plan.fingerprint)
     if isinstance(stream, GoneStream):
         stream.split_range(0, 0)
     corpus_directory = stream.directory
@@ -153,14 +153,9 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
         )
     if any(swap_end == LAST_POSITION for (_, swap_end), _ in history.ledger.swapped_ranges(corpus)):
         return Skipped(corpus, 0, 0, 0, 0, _is_live(history), None)
-    first_position = goes_back_to(history, cursor)
+    first_position = min(cursor, checkpoint_cursor(history.run, min))
     skip_entry = SkipEntry(first=first_position, end=LAST_POSITION, reason=reason, corpus=corpus)
     return _add(history, [skip_entry], Skipped(corpus, 0, 0, 1, 0, False, None))
-
-
-def goes_back_to(history: History, cursor: int) -> int:
-    """The lowest position that the run may read again: that of its oldest checkpoint, 0 if there is none."""
-    return min(cursor, checkpoint_cursor(history.run, min))
 
 
 def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[str, int, Range]]:
@@ -172,10 +167,11 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
             first, end = shard.document_bounds(number)
             stream_offset = stream.offset_of(shard_name, first) if first < end else None
             spans = shard_removals.spans.get(number, [(0, end - first)])
-            if number in shard_removals.spans and max(span_stop for _, span_stop in spans) > end - first:
+            last_token = max(span_stop for _, span_stop in spans)
+            if last_token > end - first:
                 raise DataError(
                     f"document {number} of {shard_name} has {end - first:,} tokens, the plan names a span of it up to "
-                    f"{max(span_stop for _, span_stop in spans):,}: make a new plan"
+                    f"{last_token:,}: make a new plan"
                 )
             if stream_offset is not None:
                 for span_begin, span_end in spans:
@@ -184,9 +180,8 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
     order, recipe_skips = history.library_at().source.order, history.config.data.skip
-    Selection(
-        order, Ledger([*history.ledger.entries, *entries]).exclusions, recipe_skips
-    )  # refuses what would stop the run
+    exclusions = Ledger([*history.ledger.entries, *entries]).exclusions
+    Selection(order, exclusions, recipe_skips)  # refuses what would stop the run
     is_live, reads_before = _is_live(history), len(_told(history))
     if not entries:
         return added
@@ -196,14 +191,18 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
         already=added.already, who=login_name(), reason=entries[0].reason,
     )  # fmt: skip
     RunLog(history.run).emit_event(added_event)
-    taken_up = _taken_up(history, reads_before) if is_live else None
-    return Skipped(**asdict(added) | {"live": is_live, "taken_up": taken_up})
+    # A live run tells after which step it read the ledger again.
+    taken_up, wait_until = None, time.monotonic() + PATIENCE
+    while is_live and taken_up is None and time.monotonic() < wait_until and _is_live(history):
+        taken_up = next(iter(_told(history)[reads_before:]), None)
+        if taken_up is None:
+            time.sleep(0.2)
+    return replace(added, live=is_live, taken_up=taken_up)
 
 
 def _is_live(history: History) -> bool:
-    lock_path = history.run.root / ".lock"
     try:
-        lock_file = durable.lock_file(lock_path, 0.0)
+        lock_file = durable.lock_file(history.run.root / ".lock", 0.0)
     except OSError:
         return False
     if lock_file is None:
@@ -215,13 +214,3 @@ def _is_live(history: History) -> bool:
 def _told(history: History) -> list[int]:
     """The steps after which the run reported reading the ledger again."""
     return [int(event["step"]) for event in history.run.iterate_events(SkipsRead)]
-
-
-def _taken_up(history: History, before: int) -> int | None:
-    """The step after which the run read the ledger again, when it had done so `before` times."""
-    wait_until = time.monotonic() + PATIENCE
-    while time.monotonic() < wait_until and _is_live(history):
-        if len(steps_told := _told(history)) > before:
-            return steps_told[before]
-        time.sleep(0.2)
-    return None

@@ -10,9 +10,8 @@ A difference spreads: to all that comes later, and by collectives to other ranks
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
@@ -61,9 +60,9 @@ def first_difference(pairs: Iterable[tuple[Ranks, Ranks]]) -> BitComparison:
     step_count, tensors = 0, 0
     for one, second_ranks in pairs:
         found = difference_of_step(one, second_ranks)
-        tensors += sum(len(rank_trace.operations) for rank_trace in one) if found is None else found.compared
         if found is not None:
-            return BitComparison(step_count, tensors, found)
+            return BitComparison(step_count, tensors + found.compared, found)
+        tensors += sum(len(rank_trace.operations) for rank_trace in one)
         step_count += one[0].step > START
     return BitComparison(step_count, tensors)
 
@@ -97,7 +96,7 @@ def _alike(one: Sequence[TracedOperation], other: Sequence[TracedOperation]) -> 
     """How many operations both begin with."""
     if one == other:
         return len(one)
-    return next(i for i, (first_item, b) in enumerate(zip_longest(one, other)) if first_item != b)
+    return next(i for i, (first, second) in enumerate(zip_longest(one, other)) if first != second)
 
 
 # Layouts that need not be the same. They cut tensors in other places and sum in another order, so whole tensors of a
@@ -134,8 +133,7 @@ class Deviation:
     def __str__(self) -> str:
         return (
             f"{describe_step(self.step)}, {self.operation}: {self.statistic} {self.other:.6g} instead of "
-            f"{self.one:.6g} "
-            f"({self.relative:.2g})"
+            f"{self.one:.6g} ({self.relative:.2g})"
         )
 
 
@@ -153,10 +151,12 @@ class LayoutComparison:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor of a step, over all micro-batches and ranks. moments: float64 [4], as in `StepTrace`."""
+    """A tensor of a step, over all micro-batches and ranks. moments: float64 [4], as in `StepTrace`; place: in the
+    order of the operations."""
 
     operation: TracedOperation
     moments: npt.NDArray[np.float64]
+    place: tuple[int, ...]
 
 
 def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> LayoutComparison:
@@ -191,27 +191,21 @@ def deviations(one: Ranks, other: Ranks) -> Iterator[Deviation]:
 def whole_tensors(ranks: Sequence[StepTrace]) -> dict[tuple[str, str], _Whole]:
     """By phase and name, in the order of the operations."""
     found: dict[tuple[str, str], _Whole] = {}
-    first_places: dict[tuple[str, str], tuple[int, ...]] = {}
     for rank_trace in ranks:
         if rank_trace.losses:
-            key = LOSSES.phase, LOSSES.name
-            found[key] = _Whole(LOSSES, np.zeros(4))
-            first_places[key] = (*_order(LOSSES), 0)
+            found[LOSSES.phase, LOSSES.name] = _Whole(LOSSES, np.zeros(4), (*_order(LOSSES), 0))
         if rank_trace.moments is None:
             continue
         for index in np.flatnonzero(rank_trace.moments[:, 0]).tolist():
-            found_operation, moments = rank_trace.operations[index], rank_trace.moments[index]
-            key = found_operation.phase, found_operation.name
-            operation_place = (*_order(found_operation), index)
-            if key in found:
-                before = found[key].moments
-                highest = np.maximum(before[3:], moments[3:])  # nan if one is
-                found[key] = replace(found[key], moments=np.concatenate((before[:3] + moments[:3], highest)))
-                first_places[key] = min(first_places[key], operation_place)
-            else:
-                found[key] = _Whole(found_operation._replace(micro_batch=-1), moments)
-                first_places[key] = operation_place
-    return {key: found[key] for key in sorted(found, key=lambda key: first_places[key])}
+            operation, moments = rank_trace.operations[index], rank_trace.moments[index]
+            place = (*_order(operation), index)
+            if (before := found.get((operation.phase, operation.name))) is not None:
+                highest = np.maximum(before.moments[3:], moments[3:])  # nan if one is
+                moments = np.concatenate((before.moments[:3] + moments[:3], highest))
+                place = min(before.place, place)
+            whole = _Whole(operation._replace(micro_batch=-1), moments, place)
+            found[operation.phase, operation.name] = whole
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
 
 
 def _order(operation: TracedOperation) -> tuple[int, ...]:
@@ -228,13 +222,15 @@ def _deviation(step: int, one: _Whole, other: _Whole) -> Deviation:
     rms, second_rms = math.sqrt(first_squares / count), math.sqrt(second_squares / count)
     first_mean, second_mean = first_total / count, second_total / count
     statistic_deviations = [
-        Deviation(step, one.operation, *statistic_values)
-        for statistic_values in (
-            ("rms", rms, second_rms, _relative(rms, second_rms)),
-            ("mean", first_mean, second_mean, _relative(first_mean, second_mean, max(rms, second_rms))),
-            ("largest", first_highest, highest2, _relative(first_highest, highest2)),
-        )
-    ]
+        Deviation(step, one.operation, "rms", rms, second_rms, _relative(rms, second_rms)),
+        Deviation(
+            step, one.operation, "mean", first_mean, second_mean,
+            _relative(first_mean, second_mean, max(rms, second_rms)),
+        ),
+        Deviation(
+            step, one.operation, "largest", first_highest, highest2, _relative(first_highest, highest2)
+        ),
+    ]  # fmt: skip
     return max(statistic_deviations, key=lambda one: math.inf if math.isnan(one.relative) else one.weighted)
 
 
@@ -296,9 +292,8 @@ class BitDifference:
         else:
             bits_text = f"bit{'s' if len(self.bits) > 1 else ''} {', '.join(map(str, self.bits))}"
         first = f"number {self.first:,}, {self.other:.9g} instead of {self.one:.9g}"
-        return (
-            f"{self.differing:,} of {count_noun(self.elements, 'element')}, {bits_text}; the first is {first}"
-        )
+        elements_text = f"{self.differing:,} of {count_noun(self.elements, 'element')}"
+        return f"{elements_text}, {bits_text}; the first is {first}"
 
 
 def bit_difference(one: Tensor, other: Tensor) -> BitDifference | None:
@@ -310,8 +305,7 @@ def bit_difference(one: Tensor, other: Tensor) -> BitDifference | None:
     where = bits_apart.nonzero().flatten()
     if not len(where):
         return None
-    first, bit_counts = int(where[0]), Counter[int]()
-    for bit_number in range(8 * a.element_size()):
-        if element_count := int(((bits_apart[where] >> bit_number) & 1).sum()):
-            bit_counts[bit_number] = element_count
-    return BitDifference(len(where), a.numel(), first, float(a[first]), float(b[first]), dict(bit_counts))
+    first, differing_bits = int(where[0]), bits_apart[where]
+    bit_counts = {bit: int(((differing_bits >> bit) & 1).sum()) for bit in range(8 * a.element_size())}
+    bit_counts = {bit: count for bit, count in bit_counts.items() if count}
+    return BitDifference(len(where), a.numel(), first, float(a[first]), float(b[first]), bit_counts)

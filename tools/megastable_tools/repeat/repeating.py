@@ -107,23 +107,21 @@ def run_twice(plan: RepeatPlan, bar: Bar) -> RepeatResult:
     request = TraceRequest(steps=plan.steps, moments=plan.tolerance is not None, blocks_only=plan.blocks_only)
     bar.set_description("run 1 of 2")
     one = _run(plan, plan.ways[0], trace_folders[0], request, bar)
-    plant_point = plan.planted and plan.planted.find_point(
-        _step(trace_folders[0], len(one), plan.planted.step)
-    )
+    plant_point = None
+    if plan.planted is not None:
+        plant_point = plan.planted.find_point(_step(trace_folders[0], len(one), plan.planted.step))
     planted_request = request.model_copy(update={"plant": plant_point})
     bar.set_description("run 2 of 2")
     other = _run(plan, plan.ways[1], trace_folders[1], planted_request, bar)
-    world_sizes = len(one), len(other)
+    pairs = _pairs(trace_folders, (len(one), len(other)), plan.steps)
     if plan.tolerance is not None:
-        return RepeatResult(
-            plan, (one, other), first_beyond(_pairs(trace_folders, world_sizes, plan.steps), plan.tolerance)
-        )
+        return RepeatResult(plan, (one, other), first_beyond(pairs, plan.tolerance))
     if one[0].layout != other[0].layout:
         raise ConfigError(
             f"the layouts are not the same ({one[0].layout} and {other[0].layout}): sums are rounded differently; give "
             "a --tolerance above 0"
         )
-    bit_comparison = first_difference(_pairs(trace_folders, world_sizes, plan.steps))
+    bit_comparison = first_difference(pairs)
     found_difference, second_look = bit_comparison.difference, None
     if plan.again and found_difference is not None and found_difference.other is None:
         bar.extend_total(2 * found_difference.step)
@@ -143,26 +141,21 @@ def _look_again(
         request = planted.model_copy(update={"steps": found.step, "plant": plant, "dump": point})
         world = len(_run(plan, way, folder, request, bar))
     again = first_difference(_pairs(folders, (world, world), found.step)).difference
-    odd = _odd([_fingerprint(folder, world, point) for folder in (*before, *folders)])
+    # The odd one is 1 or 2, if three of four are the same and the other one is that.
+    all_prints = [_fingerprint(folder, world, point) for folder in (*before, *folders)]
+    first_print, second_print, *new_prints = all_prints
+    odd = None
+    if len({*new_prints}) == 1 and (first_print == new_prints[0]) != (second_print == new_prints[0]):
+        odd = 2 if first_print == new_prints[0] else 1
     if again is None:
         return SecondLook("no difference", odd)
     if (again.step, again.operation, again.rank) != (found.step, operation, found.rank):
         return SecondLook("elsewhere", odd, elsewhere=again)
     import torch
 
-    one, other = (
-        torch.load(folder / f"dump-{point.rank}.pt", map_location="cpu", weights_only=True)
-        for folder in folders
-    )
+    dumps = [folder / f"dump-{point.rank}.pt" for folder in folders]
+    one, other = (torch.load(dump, map_location="cpu", weights_only=True) for dump in dumps)
     return SecondLook("same place", odd, bit_difference(one, other))
-
-
-def _odd(fingerprints: Sequence[int | None]) -> int | None:
-    """1 or 2, if three of four are the same and the other one is that."""
-    first_print, second_print, *other_prints = fingerprints
-    if len({*other_prints}) == 1 and (first_print == other_prints[0]) != (second_print == other_prints[0]):
-        return 2 if first_print == other_prints[0] else 1
-    return None
 
 
 def _fingerprint(folder: Path, world: int, point: TracePoint) -> int | None:
@@ -217,16 +210,23 @@ def run_launcher(words: Sequence[str], folder: Path, told: Callable[[int], None]
     except OSError as error:
         raise ConfigError(f"{words[0]} could not be started: {error}") from None
     try:
-        while (process_result := launcher_process.poll()) is None:
-            time.sleep(LOOK)
+        process_result = None
+        while process_result is None:
+            process_result = launcher_process.poll()
             if (steps_now := _done(folder)) > done:
                 told(steps_now - done)
                 done = steps_now
+            if process_result is None:
+                time.sleep(LOOK)
     except BaseException:
-        _end(launcher_process)
+        # As Ctrl-C would: the launcher ends the ranks of other hosts, too.
+        end_deadline = time.monotonic() + PATIENCE
+        with suppress(ProcessLookupError):
+            os.kill(launcher_process.pid, signal.SIGINT)
+        while launcher_process.poll() is None and time.monotonic() < end_deadline:
+            time.sleep(LOOK)
+        launcher_process.kill()
         raise
-    if (steps_now := _done(folder)) > done:
-        told(steps_now - done)
     if process_result.code != 0:
         raise _failure(output_log, process_result.code)
 
@@ -237,16 +237,6 @@ def _done(folder: Path) -> int:
         return max(0, path_of(folder, 0).read_bytes().count(b"\n") - 2)
     except OSError:
         return 0
-
-
-def _end(process: ChildProcess) -> None:
-    """As Ctrl-C would: the launcher ends the ranks of other hosts, too."""
-    end_deadline = time.monotonic() + PATIENCE
-    with suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGINT)
-    while process.poll() is None and time.monotonic() < end_deadline:
-        time.sleep(LOOK)
-    process.kill()
 
 
 def _failure(log: Path, code: int | None) -> MegastableError:
@@ -268,10 +258,7 @@ def describe_result(result: RepeatResult) -> list[str]:
     """The last one is the answer."""
     found, (one, second_headers) = result.compared, result.headers
     if isinstance(found, LayoutComparison):
-        within = (
-            [] if found.largest is None else [f"largest difference within the tolerance: {found.largest}"]
-        )
-        return [*_unmatched(found), *within, _of_layouts(result, found)]
+        return _describe_layouts(result, found)
     if found.difference is None:
         return [f"no difference in {_extent(result)}: {count_noun(found.tensors, 'tensor')} compared"]
     sentence_lines = [_spread(found.difference)]
@@ -281,7 +268,12 @@ def describe_result(result: RepeatResult) -> list[str]:
         sentence_lines.append(
             f"{one[0].device}: kernels may sum in another order each time; run.deterministic=true forbids it"
         )
-    return [*sentence_lines, f"first difference: {_place(found.difference, one, result.again)}"]
+    told = str(found.difference)
+    if len({rank_header.host for rank_header in one}) > 1:
+        rank = found.difference.rank
+        told = told.replace(f"rank {rank},", f"rank {rank} (host {one[rank].host}),", 1)
+    found_bits = result.again.bits if result.again is not None else None
+    return [*sentence_lines, f"first difference: {told}" + ("" if found_bits is None else f": {found_bits}")]
 
 
 def result_tree(result: RepeatResult) -> dict[str, Any]:
@@ -320,18 +312,9 @@ def _extent(result: RepeatResult) -> str:
     return f"{count_noun(result.compared.steps, 'step')} of {ranks}"
 
 
-def _place(found: FirstDifference, headers: list[TraceHeader], again: SecondLook | None) -> str:
-    told = str(found)
-    if len({rank_header.host for rank_header in headers}) > 1:
-        told = told.replace(f"rank {found.rank},", f"rank {found.rank} (host {headers[found.rank].host}),", 1)
-    found_bits = again.bits if again is not None else None
-    return told if found_bits is None else f"{told}: {found_bits}"
-
-
 def _spread(found: FirstDifference) -> str:
-    told = (
-        f"{describe_step(found.step)}: {found.differing:,} of {count_noun(found.compared, 'tensor')} differ"
-    )
+    compared_text = count_noun(found.compared, "tensor")
+    told = f"{describe_step(found.step)}: {found.differing:,} of {compared_text} differ"
     if len(found.ranks) > 1:
         shown = ", ".join(map(str, found.ranks[:SHOWN])) + (", ..." if len(found.ranks) > SHOWN else "")
         told += f"; the first on ranks {shown} alike: they exchange there, which hides whose part it was"
@@ -347,17 +330,15 @@ def _again(look: SecondLook) -> str:
     return f"run again, they do not differ up to there: transient{odd_text}"
 
 
-def _unmatched(found: LayoutComparison) -> list[str]:
-    unmatched_names = found.unmatched
-    if not unmatched_names:
-        return []
-    more_text = f" and {len(unmatched_names) - SHOWN:,} more" if len(unmatched_names) > SHOWN else ""
-    return [f"only in one of the two, and not compared: {', '.join(unmatched_names[:SHOWN])}{more_text}"]
-
-
-def _of_layouts(result: RepeatResult, found: LayoutComparison) -> str:
-    beyond_text = f"beyond {result.plan.tolerance:g}"
+def _describe_layouts(result: RepeatResult, found: LayoutComparison) -> list[str]:
+    sentences, names = list[str](), found.unmatched
+    if names:
+        more_text = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+        sentences.append(f"only in one of the two, and not compared: {', '.join(names[:SHOWN])}{more_text}")
+    if found.largest is not None:
+        sentences.append(f"largest difference within the tolerance: {found.largest}")
+    beyond_text = f"beyond {result.plan.tolerance:g} (relative)"
     if found.first is not None:
-        return f"first difference {beyond_text} (relative): {found.first}"
+        return [*sentences, f"first difference {beyond_text}: {found.first}"]
     statistics_text = f"statistics of {count_noun(found.tensors, 'tensor')}"
-    return f"no difference {beyond_text} (relative) in {_extent(result)}: {statistics_text} compared"
+    return [*sentences, f"no difference {beyond_text} in {_extent(result)}: {statistics_text} compared"]

@@ -16,7 +16,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -124,9 +123,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write_step(self, step: StepTrace) -> None:
@@ -214,9 +211,8 @@ class TracePoint(BaseModel):
 
     @classmethod
     def of(cls, operation: TracedOperation, step: int, rank: int) -> Self:
-        return cls(
-            step=step, phase=operation.phase, micro_batch=operation.micro_batch, name=operation.name, rank=rank
-        )  # fmt: skip
+        phase, micro_batch, _, name = operation
+        return cls(step=step, phase=phase, micro_batch=micro_batch, name=name, rank=rank)
 
 
 class TraceRequest(BaseModel):
@@ -279,9 +275,8 @@ class PlantSpot(BaseModel):
         """Where it is in the traces of its step, by rank: in the first micro-batch. "output" may be left out. Raises
         ConfigError."""
         if self.rank is not None and self.rank >= len(ranks):
-            raise ConfigError(
-                f"--plant: there is no rank {self.rank}: they are 0 to {len(ranks) - 1} in this run"
-            )
+            last_rank = len(ranks) - 1
+            raise ConfigError(f"--plant: there is no rank {self.rank}: they are 0 to {last_rank} in this run")
         chosen_ranks = range(len(ranks)) if self.rank is None else [self.rank]
         for rank in chosen_ranks:
             if (operation := self._on(ranks[rank])) is not None:
@@ -292,9 +287,9 @@ class PlantSpot(BaseModel):
             )
         names = list(dict.fromkeys(o.name for rank in chosen_ranks for o in ranks[rank].operations))
         near_names = difflib.get_close_matches(self.name, names, SHOWN, 0.3) or names[:SHOWN]
+        known_names = "; ".join(near_names)
         raise ConfigError(
-            f"--plant: there is no operation {self.name!r} in step {self.step}; there are, for example: "
-            f"{'; '.join(near_names)}"
+            f"--plant: there is no operation {self.name!r} in step {self.step}; there are, for example: {known_names}"
         )
 
     def _on(self, trace: StepTrace) -> TracedOperation | None:

@@ -271,10 +271,8 @@ class OperationWatch:
         plant_point = self.request.plant
         if plant_point is not None and (plant_point.name, plant_point.step) == (name, self.step):
             gradient = gradient.clone()  # autograd may hand the same one to another branch
-            was_flipped = self._see("backward", micro_batch, name, layer, gradient, counted, scale)
-            return gradient if was_flipped else None
-        self._see("backward", micro_batch, name, layer, gradient, counted, scale)
-        return None
+        was_flipped = self._see("backward", micro_batch, name, layer, gradient, counted, scale)
+        return gradient if was_flipped else None
 
     def _parameter(self, parameter: nn.Parameter) -> Any:
         layer_name, _, weight_name = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
@@ -291,10 +289,10 @@ class OperationWatch:
 
         def watched(*args: Any, **kwargs: Any) -> Tensor:
             product_result = product(*args, **kwargs)
-            step_phase, micro_batch = ("forward", self._forward)
+            phase, micro_batch = ("forward", self._forward)
             if micro_batch is None:
-                step_phase, micro_batch = "recomputed", self._backward
-            self._see(step_phase, micro_batch, f"{name} product", name, product_result, False)
+                phase, micro_batch = "recomputed", self._backward
+            self._see(phase, micro_batch, f"{name} product", name, product_result, False)
             return product_result
 
         return watched
@@ -307,15 +305,10 @@ class OperationWatch:
             micro_batch = self._calls["loss"]
             self._calls["loss"] += 1
             if isinstance(given, tuple):
-                logits_operation = TracedOperation(
-                    "forward", micro_batch, depth_of("head", self._blocks), "head output"
-                )
-                self._put(
-                    logits_operation,
-                    fingerprint_tensors(project_in_chunks(given)),
-                    project_in_chunks(given),
-                    1.0,
-                )
+                head_depth = depth_of("head", self._blocks)
+                logits_operation = TracedOperation("forward", micro_batch, head_depth, "head output")
+                logits_fingerprint = fingerprint_tensors(project_in_chunks(given))
+                self._put(logits_operation, logits_fingerprint, project_in_chunks(given), 1.0)
                 # A view: the gradient that its reader hands back, before any other hook sees it.
                 given = given[0].view_as(given[0]), given[1]
                 self._watch_gradient("head", "head input gradient", given[0], micro_batch, False)
@@ -323,9 +316,8 @@ class OperationWatch:
                 self._see("forward", micro_batch, "head output", "head", given, True)
                 self._watch_gradient("head", "head output gradient", given, micro_batch, True)
             loss = function(given, labels)
-            self._see(
-                "forward", micro_batch, "loss of the samples", "loss", self.engine.loss.samples[-1], False
-            )
+            sample_losses = self.engine.loss.samples[-1]
+            self._see("forward", micro_batch, "loss of the samples", "loss", sample_losses, False)
             self._see("forward", micro_batch, "loss output", "loss", loss, False)
             self._watch_gradient("loss", "loss output gradient", loss, micro_batch, False)
             return loss
@@ -361,8 +353,11 @@ def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.run.seed + topology.rank)  # as a run does
     engine = Engine(config, deepspeed_json.build_deepspeed_json(config, world), topology)
+    device = f"{CPU}, {torch.get_num_threads()} threads"  # which decides how a CPU sums
+    if engine.device.type == "cuda":
+        device = torch.cuda.get_device_name(engine.device)
     header = TraceHeader(
-        topology.rank, world, socket.gethostname(), _device(engine.device), str(engine.kernels),
+        topology.rank, world, socket.gethostname(), device, str(engine.kernels),
         is_exact(config.run.deterministic, engine.device), vars(layout) | {"zero": p.zero},
     )  # fmt: skip
     watch = OperationWatch(engine, request, folder)
@@ -403,13 +398,6 @@ def _train(
                 "computed for the trace only, as kernels.loss=chunked makes logits piece by piece; choose another, or "
                 "kernels.loss=reference"
             )
-
-
-def _device(device: torch.device) -> str:
-    """In words, with what decides how a CPU sums."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{CPU}, {torch.get_num_threads()} threads"
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from megastable.base.progress_bar import Bar
 from megastable.base.text import count_noun
 from megastable.checkpoint.store import step_of
 from megastable.config.tree import RunConfig
-from megastable.data.skips import Selection
+from megastable.data.skips import Selection, batches_ahead
 from megastable.recovery.replay_trials import COMING, FARTHEST
 from megastable.report.figures import save_figure
 from megastable.report.postmortem.evidence import RecordFolder, split_passes
@@ -49,7 +50,6 @@ from megastable_tools.forensics.court.offline_run import (
     OfflineRun,
     ReplayedStep,
     find_checkpoint,
-    open_offline_run,
     recall_rate,
     recipe_of,
     single_process,
@@ -116,36 +116,24 @@ def open_incident(history: History, number: int) -> CourtCase:
     data_order = history.library_at(opening_time).source.order
     named_parts = [np.empty(0, np.int64)]
     for naming_time, skipped_ranges, deferred_ranges in named_when(told_events):
-        if sum(end - first for first, end in (*skipped_ranges, *deferred_ranges)) > MOST:
+        named_ranges = (*skipped_ranges, *deferred_ranges)
+        if sum(end - first for first, end in named_ranges) > MOST:
             raise DataError(f"{history.run.root}: incident {number} has more than {MOST:,} samples")
         order_then = history.library_at(naming_time).source.order
         named_parts += [
-            order_then.moved_to(data_order, np.arange(first, end))
-            for first, end in (*skipped_ranges, *deferred_ranges)
+            order_then.moved_to(data_order, np.arange(*named_range)) for named_range in named_ranges
         ]
     actions_taken = " then ".join(dict.fromkeys(incident.actions)) or "nothing"
     told_as = f"the run did: {actions_taken}; cause: {incident.cause}"
     named_positions = np.unique(np.concatenate(named_parts))
-    winning_branches = [
-        str(journal_event.get("chosen"))
-        for journal_event in events_between
-        if isinstance(journal_event, BranchesTried)
-        and journal_event.get("chosen")
-        and not journal_event.get("corpus")
-    ]
+    trials_won = [e for e in events_between if isinstance(e, BranchesTried) and not e.get("corpus")]
+    winning_branches = [str(trial_won.get("chosen")) for trial_won in trials_won if trial_won.get("chosen")]
     winning_branches += ["other_kernels"] if incident.kernels else []
     chosen_branch = choose_branch_like(incident.actions, winning_branches, bool(named_positions.size))
-    case_title = f"{history.run.root.name}, incident {number}"
     return _rebuild(
-        history,
-        case_title,
-        told_as,
-        chosen_branch,
-        incident.onset,
-        incident.step,
-        opening_time,
-        named_positions,
-    )
+        history, f"{history.run.root.name}, incident {number}", told_as, chosen_branch, incident.onset,
+        incident.step, opening_time, named_positions,
+    )  # fmt: skip
 
 
 def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bool) -> str:
@@ -160,9 +148,8 @@ def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bo
     if Action.ADJUST in actions_taken or any(action in actions_taken for action in DONE):
         usual_branch = next((DONE[action] for action in DONE if action in actions_taken), NOTHING)
         remedies_tried = [branch_name for branch_name in won if branch_name not in (NOTHING, OTHER_DATA)]
-        return (
-            remedies_tried[-1] if remedies_tried and Action.SWAP_CORPUS not in actions_taken else usual_branch
-        )
+        has_remedy = remedies_tried and Action.SWAP_CORPUS not in actions_taken
+        return remedies_tried[-1] if has_remedy else usual_branch
     # A skip alone undoes nothing: the samples were trained on.
     return OTHER_DATA if took_away and set(actions_taken) - {Action.SKIP} else NOTHING
 
@@ -179,16 +166,8 @@ def open_steps(history: History, first: int, last: int) -> CourtCase:
     run_told = f"{refused_count} of {count_noun(len(done_steps), 'update')} refused, "
     run_told += f"{int(skipped_mask.sum())} of {count_noun(skipped_mask.size, 'sample')} skipped by now"
     steps_named = f"step {first}" if first == last else f"steps {first} to {last}"
-    return _rebuild(
-        history,
-        f"{history.run.root.name}, {steps_named}",
-        run_told,
-        choice,
-        first,
-        last,
-        last_time,
-        positions,
-    )
+    title = f"{history.run.root.name}, {steps_named}"
+    return _rebuild(history, title, run_told, choice, first, last, last_time, positions)
 
 
 def _rebuild(
@@ -213,18 +192,23 @@ def _rebuild(
     usable_skips = history.ledger.lines_until(time).select_usable(
         history.run.skips, library.source.order, history.config.data.skip
     )[0]
-    rates_by_step = _rates(history, steps_after)
-    steps_before, rest = (
-        [d for d in steps_after if d.step < begin],
-        [d for d in steps_after if d.step >= begin],
-    )
+    rates_by_step: dict[tuple[int, float], float] = {}
+    if steps_after:
+        record_rows, _ = RecordFolder(history.run.steps, SCHEMA).read_rows(
+            steps_after[0].step, steps_after[-1].step, ("step", "time", "lr")
+        )
+        rates_by_step = {(row["step"], row["time"]): row["lr"] for row in record_rows}
     as_done = [
         ReplayedStep(history.positions_of(d), rates_by_step[d.step, d.time], d.applied) for d in steps_after
     ]
-    cursor = rest[0].first_position if rest else steps_before[-1].next_position if steps_before else 0
+    before_count = sum(d.step < begin for d in steps_after)
+    if before_count < len(steps_after):
+        cursor = steps_after[before_count].first_position
+    else:
+        cursor = steps_after[-1].next_position if steps_after else 0
     return CourtCase(
-        title, told, choice, checkpoint, library, usable_skips, as_done[: len(steps_before)],
-        np.array([d.loss for d in steps_before]), as_done[len(steps_before) :], cursor, np.sort(suspects),
+        title, told, choice, checkpoint, library, usable_skips, as_done[:before_count],
+        np.array([d.loss for d in steps_after[:before_count]]), as_done[before_count:], cursor, np.sort(suspects),
     )  # fmt: skip
 
 
@@ -242,26 +226,6 @@ def _chain(history: History, last: int, time: float) -> list[Done]:
 
 def _positions(history: History, steps: Sequence[Done]) -> Int64s:
     return np.concatenate([np.empty(0, np.int64), *(history.positions_of(done_step) for done_step in steps)])
-
-
-def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], float]:
-    """The learning rate of every step, by its number and time."""
-    if not steps:
-        return {}
-    record_folder = RecordFolder(history.run.steps, SCHEMA)
-    record_rows, _ = record_folder.read_rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
-    return {(record_row["step"], record_row["time"]): record_row["lr"] for record_row in record_rows}
-
-
-def data_ahead(case: CourtCase, config: RunConfig, steps: int) -> tuple[list[Int64s], int]:
-    """The batches of the next `steps` steps as the run would have read them, and the cursor behind them."""
-    coming_batches, cursor = [step.positions for step in case.coming][:steps], case.cursor
-    if coming_batches:
-        cursor = int(coming_batches[-1][-1]) + 1
-    while len(coming_batches) < steps:
-        positions, cursor = case.selection.next_kept(cursor, config.batches.value_at(cursor))
-        coming_batches.append(positions)
-    return coming_batches, cursor
 
 
 SEARCHED = 4  # times as many positions as fillers are wanted, in which these are searched
@@ -292,15 +256,6 @@ class TrialData:
     fillers: Int64s
     coming: Int64s
 
-    @property
-    def measured(self) -> Int64s:
-        return np.concatenate([self.coming, self.held_out])
-
-    def batches_of(self, candidate: Candidate) -> list[Int64s]:
-        """What a branch is trained on."""
-        replaced_samples = self.suspects if candidate.name == OTHER_DATA else self.held_out
-        return replace_samples(self.batches, replaced_samples, self.fillers)
-
 
 def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: int, bar: Bar) -> CourtRecord:
     """Train `steps` steps of every candidate.
@@ -319,7 +274,7 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     data = gather_data(history, case, config, steps)
     with (
         single_process(config),
-        open_offline_run(case.checkpoint, config, case.library.source, case.selection) as offline_run,
+        closing(OfflineRun(case.checkpoint, config, case.library.source, case.selection)) as offline_run,
     ):
         all_candidates = list_candidates(config, offline_run.possible)
         choice = case.choice if case.choice in [candidate.name for candidate in all_candidates] else NOTHING
@@ -337,50 +292,44 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
     read = case.library.source.read_samples
-    texts = [
-        read(p).astype(np.int32)
-        for p in (data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming)
-    ]
+    text_positions = data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming
+    texts = [read(positions).astype(np.int32) for positions in text_positions]
     repetition = find_repetition(*texts)
     verdict = judge_branches(outcomes, losses_before, choice, vocabulary, data.suspects.size, repetition)
     replay_difference = float(np.max(np.abs(replayed_losses - case.losses), initial=0.0))
-    return CourtRecord(
-        case, steps, data.suspects.size, replay_difference, float(losses_before.mean()), verdict
-    )
+    loss_before = float(losses_before.mean())
+    return CourtRecord(case, steps, data.suspects.size, replay_difference, loss_before, verdict)
 
 
 def gather_data(history: History, case: CourtCase, config: RunConfig, steps: int) -> TrialData:
     """What the branches of a case are trained and measured on. Raises DataError if there is nothing to compare."""
-    batches, cursor = data_ahead(case, config, steps)
+    batches = [step.positions for step in case.coming][:steps]
+    cursor = int(batches[-1][-1]) + 1 if batches else case.cursor
+    batches += batches_ahead(case.selection, config.batches, cursor, steps - len(batches))
+    cursor = int(batches[-1][-1]) + 1
     suspects = np.intersect1d(case.suspects, np.concatenate(batches))
     if not suspects.size:
         raise DataError(f"{case.title}: none of its samples is read within {steps} steps: give more --steps")
     searched_count = SEARCHED * suspects.size
     earlier_positions, _ = case.selection.next_kept(max(0, case.cursor - searched_count), searched_count)
-    fillers = _never_skipped(history, case, earlier_positions[earlier_positions < case.cursor])[
-        -suspects.size :
-    ]
+    before_case = earlier_positions[earlier_positions < case.cursor]
+    fillers = _never_skipped(history, case, before_case)[-suspects.size :]
     if not fillers.size:
         raise DataError(
             f"{case.title}: the run has read no harmless samples before it, to put in place of the suspects"
         )
-    return TrialData(
-        batches, suspects, choose_held_out(suspects), fillers,
-        choose_coming(_never_skipped(history, case, _read_later(case, config, cursor))),
-    )  # fmt: skip
+    # The data to come is what is left of the run, `FARTHEST` batches at most; beyond its end if that is near.
+    run_end = config.batches.reach_after(0, config.train.steps)
+    positions_ahead = min(config.batches.reach_after(cursor, FARTHEST), run_end) - cursor
+    later_positions = case.selection.next_kept(cursor, max(COMING, positions_ahead))[0]
+    coming = choose_coming(_never_skipped(history, case, later_positions))
+    return TrialData(batches, suspects, choose_held_out(suspects), fillers, coming)
 
 
 def choose_coming(positions: Int64s) -> Int64s:
     """`COMING` of some positions, evenly spread."""
     chosen_indexes = np.linspace(0, positions.size - 1, min(COMING, positions.size)).round().astype(np.int64)
     return positions[chosen_indexes]
-
-
-def _read_later(case: CourtCase, config: RunConfig, cursor: int) -> Int64s:
-    """The data to come: what is left of the run, `FARTHEST` batches at most; beyond its end if that is near."""
-    run_end = config.batches.reach_after(0, config.train.steps)
-    positions_ahead = config.batches.reach_after(cursor, FARTHEST) - cursor
-    return case.selection.next_kept(cursor, max(COMING, min(positions_ahead, run_end - cursor)))[0]
 
 
 def _never_skipped(history: History, case: CourtCase, positions: Int64s) -> Int64s:
@@ -402,14 +351,15 @@ def _try(
     def limit_rate(updates: int, scheduled: float) -> float:
         updates_done = updates - began
         usual_rate = run.limit_rate(updates, scheduled)
-        usual_rate = (
-            recall_rate(usual_rate, recorded[updates_done]) if updates_done < len(recorded) else usual_rate
-        )
+        if updates_done < len(recorded):
+            usual_rate = recall_rate(usual_rate, recorded[updates_done])
         return candidate.change_rate(usual_rate, updates_done, first)
 
     try:
-        trained_branch = run.train_on(data.batches_of(candidate), limit_rate, bar)
-        measured = run.laboratory.measure_losses(data.measured)
+        replaced_samples = data.suspects if candidate.name == OTHER_DATA else data.held_out
+        batches = replace_samples(data.batches, replaced_samples, data.fillers)
+        trained_branch = run.train_on(batches, limit_rate, bar)
+        measured = run.laboratory.measure_losses(np.concatenate([data.coming, data.held_out]))
     finally:
         run.restore_state(kept)
     n = data.coming.size
@@ -459,14 +409,12 @@ def draw_table(record: CourtRecord) -> Table:
     for branch_name in ("loss", "difference", "learnt", "norm", "intrusive"):
         table.add_column(branch_name, justify="right", no_wrap=True)
     for row in record.verdict.rows:
-        row_marks = [
-            row_mark
-            for row_mark, branch_name in (("best", record.verdict.best), ("run", record.verdict.choice))
-            if branch_name == row.name
-        ]
+        marked_names = {"best": record.verdict.best, "run": record.verdict.choice}
+        row_marks = [mark for mark, marked_name in marked_names.items() if marked_name == row.name]
         branch_name = row.name if row.counts else f"({row.name})"
+        loss_text = f"{row.loss:.4f}" if math.isfinite(row.loss) else "not finite"
         table.add_row(
-            f"{branch_name} <- {', '.join(row_marks)}" if row_marks else branch_name, row.about, _number(row.loss),
+            f"{branch_name} <- {', '.join(row_marks)}" if row_marks else branch_name, row.about, loss_text,
             _with_error(row.difference, row.difference_error), _with_error(row.learnt, row.learnt_error),
             f"{row.highest_norm:.3g}", str(row.intrusive),
         )  # fmt: skip
@@ -488,7 +436,7 @@ def court_tree(record: CourtRecord) -> dict[str, Any]:
         "suspects": record.suspects, "loss_before": record.before, "choice": verdict.choice, "best": verdict.best,
         "choice_worse": verdict.worse, "choice_worse_error": verdict.worse_error, "good": verdict.is_good,
         "other_data_harms": verdict.harmed_anyway, "trial": verdict.trial.facts,
-        "branches": [branch_row.facts for branch_row in verdict.rows],
+        "branches": [asdict(branch_row) for branch_row in verdict.rows],
     }  # fmt: skip
 
 
@@ -507,23 +455,13 @@ def court_picture(record: CourtRecord, history: History, path: Path) -> None:
         for branch_row in verdict.rows
     ]  # fmt: skip
     trial_facts = TrialFacts(
-        step=first_step,
-        snapshot=first_step,
-        steps=record.steps,
-        chosen=verdict.best,
-        before=record.before,
+        step=first_step, snapshot=first_step, steps=record.steps, chosen=verdict.best, before=record.before,
         branches=branch_facts,
-    )
-    step_rows = [
-        StepRow.model_validate(asdict(done_step))
-        for done_step in history.list_steps(first_step, trial_facts.last)
-    ]
+    )  # fmt: skip
+    done_steps = history.list_steps(first_step, trial_facts.last)
+    step_rows = [StepRow.model_validate(asdict(done_step)) for done_step in done_steps]
     with matplotlib.rc_context(STYLE):
         save_figure(draw_branches(trial_facts, split_passes(step_rows)), path)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def _with_error(value: float, error: float) -> str:

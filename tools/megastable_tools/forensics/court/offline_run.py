@@ -64,14 +64,12 @@ class KeptState(NamedTuple):
 def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
     """The newest good checkpoint of a run, from before the step `before` if that is given. Raises CheckpointError if
     there is none."""
-    checkpoint_paths = [
-        path for path in store.newest_first(run.checkpoints) if before is None or store.step_of(path) < before
-    ]
     problems_found = list[str]()
-    for path in checkpoint_paths:
-        if (damage_ruling := markers.read_bad_ruling(path)) is not None and markers.read_acceptance(
-            path
-        ) is None:
+    for path in store.newest_first(run.checkpoints):
+        if before is not None and store.step_of(path) >= before:
+            continue
+        damage_ruling = markers.read_bad_ruling(path)
+        if damage_ruling is not None and markers.read_acceptance(path) is None:
             problems_found.append(f"{path.name} was quarantined: {damage_ruling.reason}")
         elif checkpoint_problems := store.list_problems(path):
             problems_found.append(checkpoint_problems[0])
@@ -120,11 +118,8 @@ class OfflineRun:
         """Raises CheckpointError and ConfigError."""
         self.checkpoint, self.config = checkpoint, config
         self.state: RunState = store.read_state(checkpoint)
-        self.engine = Engine(
-            config,
-            deepspeed_json.build_deepspeed_json(config, 1),
-            Topology(Layout(1, 1, 1, 1), 0, config.run.timeout),
-        )
+        alone = Topology(Layout(1, 1, 1, 1), 0, config.run.timeout)
+        self.engine = Engine(config, deepspeed_json.build_deepspeed_json(config, 1), alone)
         self.loader = Loader(
             source, selection, self.state.cursor, config.batches, RankPart(config.train.micro_batch), config.data,
             pin_memory=self.engine.device.type == "cuda", pieces=config.pieces,
@@ -146,11 +141,9 @@ class OfflineRun:
     @property
     def possible(self) -> set[str]:
         """Adjustments that this run can make, and whether it has kernels to leave."""
-        kept, kernels = (
-            self._policy.state.kernels if self._acts else [],
-            self.engine.numerics.kernels.values(),
-        )
-        return {*self.engine.adjustments.possible, *(["other_kernels"] if {*kernels} - {*kept} else [])}
+        kernels_left = self._policy.state.kernels if self._acts else []
+        has_kernels = {*self.engine.numerics.kernels.values()} - {*kernels_left}
+        return {*self.engine.adjustments.possible, *(["other_kernels"] if has_kernels else [])}
 
     def compute_as_usual(
         self, adjustment: str = "", leave_fp8: bool = False, leave_kernels: bool = False
@@ -172,18 +165,15 @@ class OfflineRun:
 
         Raises DataError if a sample cannot be read.
         """
-        step_losses, sequence_length = list[float](), self.config.model.sequence_length
+        step_losses = list[float]()
         for step in steps:
-            step_tokens, (updates, tokens) = step.positions.size * sequence_length, self.start
-            usual_rate = self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, step_tokens))
-            micro_batches, replay_rate = (
-                self.loader.read_micro_batches(step.positions),
-                recall_rate(usual_rate, step.rate),
-            )
+            replay_rate = recall_rate(self.first_rate(step.positions), step.rate)
             step_measured, applied = self.engine.train_step(
-                micro_batches, replay_rate, lambda _, step=step: step.applied
+                self.loader.read_micro_batches(step.positions), replay_rate, lambda _, step=step: step.applied
             )
-            self.start = BranchStart(updates + applied, tokens + applied * step_tokens)
+            step_tokens = step.positions.size * self.config.model.sequence_length
+            updates, trained_tokens = self.start
+            self.start = BranchStart(updates + applied, trained_tokens + applied * step_tokens)
             step_losses.append(step_measured.loss)
             advance(1)
         return np.array(step_losses)
@@ -212,18 +202,6 @@ class OfflineRun:
         return train_branch(
             self.config, self.engine, self.loader, self.start, batches, limit_rate, lambda step: advance(1)
         )
-
-
-@contextmanager
-def open_offline_run(
-    checkpoint: Path, config: RunConfig, source: Source, selection: Selection
-) -> Iterator[OfflineRun]:
-    """An offline run that is closed afterwards; its engine is empty."""
-    offline_run = OfflineRun(checkpoint, config, source, selection)
-    try:
-        yield offline_run
-    finally:
-        offline_run.close()
 
 
 def recall_rate(usual: float, recorded: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from megastable.checkpoint.store import step_of
 from megastable.data.order import Order
 from megastable.data.samples import documents_at
 from megastable.data.skip_ledger import Ledger, append_entries, release_entries
-from megastable.data.skips import NONE, Selection
+from megastable.data.skips import NONE, Selection, batches_ahead
 from megastable.recovery.replay_trials import COMING, FARTHEST
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
@@ -46,7 +46,6 @@ from megastable_tools.forensics.court.hold_court import choose_coming
 from megastable_tools.forensics.court.offline_run import (
     OfflineRun,
     find_checkpoint,
-    open_offline_run,
     recipe_of,
     single_process,
 )
@@ -80,20 +79,14 @@ class TriedSamples:
     trained: Int64s
     held_out: Int64s
 
-    @property
-    def count(self) -> int:
-        return self.trained.size + self.held_out.size
-
 
 def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int) -> list[SkipGroup]:
     """The groups that are skipped now, by their incidents. selection: what the whole ledger leaves."""
     by_others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={})).sequences
     named_entries = ledger.by_identity.ever.entries
-    incident_numbers = sorted(
-        {ledger_entry.incident for ledger_entry in named_entries if ledger_entry.incident is not None}
-    )
+    incident_numbers = {entry.incident for entry in named_entries if entry.incident is not None}
     skip_groups = []
-    for incident_number in incident_numbers:
+    for incident_number in sorted(incident_numbers):
         incident_lines = ledger.of_incident(incident_number).by_identity.ever
         position_parts = [np.empty(0, np.int64)]
         for corpus_index, sequences in Selection(order, incident_lines.exclusions).sequences.items():
@@ -101,9 +94,7 @@ def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int)
             skipped_now = sequences.minus(left_out.gaps()).minus(by_others.get(corpus_index, NONE))
             skipped_sequences = skipped_now.gaps().next_kept(0, skipped_now.count())[0]
             position_parts.append(find_positions(order, corpus_index, skipped_sequences, cursor))
-        steps = [
-            ledger_entry.step for ledger_entry in incident_lines.entries if ledger_entry.step is not None
-        ]
+        steps = [entry.step for entry in incident_lines.entries if entry.step is not None]
         skip_group = SkipGroup(incident_number, max(steps, default=0), np.concatenate(position_parts))
         skip_groups += [skip_group] if skip_group.positions.size else []
     return skip_groups
@@ -116,9 +107,8 @@ def find_positions(order: Order, corpus: int, sequences: Int64s, cursor: int) ->
     search_end = max(1, cursor)
     while order.samples_before(search_end)[corpus] < samples_wanted and search_end < LAST_SEARCHED:
         search_end *= 2
-    positions = order.positions_of(
-        corpus, sequences, 0, search_end if search_end < LAST_SEARCHED else max(1, cursor)
-    )
+    search_end = search_end if search_end < LAST_SEARCHED else max(1, cursor)
+    positions = order.positions_of(corpus, sequences, 0, search_end)
     found_sequences = order.locate_samples(positions).sequence
     last = {int(number): int(position) for number, position in zip(found_sequences, positions, strict=True)}
     return np.array([last[n] for n in sequences.tolist() if n in last], dtype=np.int64)
@@ -127,13 +117,11 @@ def find_positions(order: Order, corpus: int, sequences: Int64s, cursor: int) ->
 def choose_tried(group: SkipGroup, slots: int) -> TriedSamples:
     """The samples of a group to be tried: all, or evenly spread ones so that at most half of `slots` are trained on."""
     chosen_count = min(group.positions.size, slots // 2 + HELD_OUT)
-    chosen_positions = group.positions[
-        np.linspace(0, group.positions.size - 1, chosen_count).round().astype(np.int64)
-    ]
+    chosen_indexes = np.linspace(0, group.positions.size - 1, chosen_count).round().astype(np.int64)
+    chosen_positions = group.positions[chosen_indexes]
     held_out = choose_held_out(chosen_positions)
-    return TriedSamples(
-        chosen_positions[~np.isin(chosen_positions, held_out)][: max(1, slots // 2)], held_out
-    )
+    trained = chosen_positions[~np.isin(chosen_positions, held_out)]
+    return TriedSamples(trained[: max(1, slots // 2)], held_out)
 
 
 def put_first(batches: list[Int64s], samples: Int64s) -> list[Int64s]:
@@ -204,9 +192,8 @@ def open_groups(history: History, only: Sequence[int]) -> list[SkipGroup]:
     """What incidents of a run skip. only: of these incidents, if any are named. Raises DataError if one of them skips
     nothing."""
     library = history.library_at()
-    skip_groups = find_groups(
-        history.ledger, library.source.order, history.select_from(library), history.cursor
-    )
+    order, selection = library.source.order, history.select_from(library)
+    skip_groups = find_groups(history.ledger, order, selection, history.cursor)
     known_incidents = [skip_group.incident for skip_group in skip_groups]
     if unknown := [incident_number for incident_number in only if incident_number not in known_incidents]:
         incidents_listed = ", ".join(map(str, known_incidents)) or "none does"
@@ -232,13 +219,11 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
     bar.extend_total(steps * (len(groups) + 1))
     with (
         single_process(run_config),
-        open_offline_run(checkpoint, run_config, library.source, selection) as offline_run,
+        closing(OfflineRun(checkpoint, run_config, library.source, selection)) as offline_run,
     ):
         offline_run.load_checkpoint()
-        batches, cursor = list[Int64s](), offline_run.state.cursor
-        for _ in range(steps):
-            positions, cursor = selection.next_kept(cursor, run_config.batches.value_at(cursor))
-            batches.append(positions)
+        batches = batches_ahead(selection, run_config.batches, offline_run.state.cursor, steps)
+        cursor = int(batches[-1][-1]) + 1
         rate_share = offline_run.first_rate(batches[0]) / run_config.optimizer.lr
         if rate_share < LEAST_RATE:
             raise DataError(
@@ -249,63 +234,46 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
         coming = choose_coming(selection.next_kept(cursor, positions_ahead)[0])
         slot_count = sum(batch.size for batch in batches)
         tried = [choose_tried(skip_group, slot_count) for skip_group in groups]
-        branch_measuring = _Measuring(offline_run, batches, coming, tried, bar)
-        losses_before, suspect_losses = branch_measuring.measure_before()
+        kept_state = offline_run.keep_state()
+
+        def measure_losses(samples_by_group: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
+            """Of the data to come, and of some samples of every group, in nats."""
+            losses = offline_run.laboratory.measure_losses(np.concatenate([coming, *samples_by_group]))
+            sizes = [coming.size, *(samples.size for samples in samples_by_group)]
+            coming_losses, *group_losses = np.split(losses, np.cumsum(sizes)[:-1])
+            return coming_losses, group_losses
+
+        def measure_branch(branch_batches: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
+            """At the end of a branch: of the data to come, and of what is held out of every group."""
+            try:
+                offline_run.train_on(branch_batches, offline_run.limit_rate, bar)
+                return measure_losses([tried_some.held_out for tried_some in tried])
+            finally:
+                offline_run.restore_state(kept_state)
+
+        losses_before, suspect_losses = measure_losses(
+            [np.concatenate([tried_some.trained, tried_some.held_out]) for tried_some in tried]
+        )
         bar.set_description("the next steps as they are")
-        control_losses = branch_measuring.measure_branch(batches)
+        control_losses = measure_branch(batches)
         reviewed_groups = list[ReviewedGroup]()
         for group_number, skip_group in enumerate(groups):
             bar.set_description(skip_group.name)
-            losses_after = branch_measuring.measure_branch(put_first(batches, tried[group_number].trained))
+            tried_some = tried[group_number]
+            losses_after = measure_branch(put_first(batches, tried_some.trained))
             branch_losses = BranchLosses(losses_after[0], control_losses[0], losses_before, losses_before)
             held_out = losses_after[1][group_number], control_losses[1][group_number]
-            text_positions = (
-                tried[group_number].trained[:COMPRESSED],
-                np.concatenate(batches)[:COMPRESSED],
-                coming,
-            )
+            text_positions = tried_some.trained[:COMPRESSED], np.concatenate(batches)[:COMPRESSED], coming
             sample_texts = [library.source.read_samples(p).astype(np.int32) for p in text_positions]
             repetition = find_repetition(*sample_texts)
-            harm_trial = judge_trial(
-                branch_losses, held_out, vocabulary, tried[group_number].count, steps, repetition
-            )
+            suspect_count = tried_some.trained.size + tried_some.held_out.size
+            harm_trial = judge_trial(branch_losses, held_out, vocabulary, suspect_count, steps, repetition)
             is_harmless = is_given_back(
                 harm_trial, suspect_losses[group_number], losses_before, vocabulary, rate_share
             )
-            reviewed_groups.append(
-                ReviewedGroup(skip_group, _documents(history, skip_group), harm_trial, is_harmless)
-            )
+            documents = _documents(history, skip_group)
+            reviewed_groups.append(ReviewedGroup(skip_group, documents, harm_trial, is_harmless))
     return SkipReview(checkpoint.name, step_of(checkpoint), rate_share, steps, reviewed_groups)
-
-
-class _Measuring:
-    """Losses of the data to come, and of the samples of all groups that are in no branch."""
-
-    def __init__(
-        self, run: OfflineRun, batches: list[Int64s], coming: Int64s, tried: Sequence[TriedSamples], bar: Bar
-    ) -> None:
-        self.run, self.coming, self.tried, self.bar = run, coming, tried, bar
-        self.kept = run.keep_state()
-
-    def measure_before(self) -> tuple[Floats, list[Floats]]:
-        """On the checkpoint: of the data to come, and of the samples of every group."""
-        of = [np.concatenate([tried_some.trained, tried_some.held_out]) for tried_some in self.tried]
-        return self._losses(of)
-
-    def measure_branch(self, batches: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
-        """At the end of a branch: of the data to come, and of what is held out of every group."""
-        try:
-            self.run.train_on(batches, self.run.limit_rate, self.bar)
-            return self._losses([tried_some.held_out for tried_some in self.tried])
-        finally:
-            self.run.restore_state(self.kept)
-
-    def _losses(self, of: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
-        all_losses = self.run.laboratory.measure_losses(np.concatenate([self.coming, *of]))
-        loss_parts = np.split(
-            all_losses, np.cumsum([self.coming.size, *(group_samples.size for group_samples in of)])[:-1]
-        )
-        return loss_parts[0], list(loss_parts[1:])
 
 
 def give_back(history: History, review: SkipReview) -> SkipReview:
@@ -320,25 +288,17 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
             reviewed_groups.append(one)
             continue
         skip_group, release_reason = one.group, f"tried again on {review.checkpoint}: {one.trial.reason}"
+        positions = np.sort(skip_group.positions)
         release_lines = release_entries(
-            history.ledger,
-            order,
-            np.sort(skip_group.positions),
-            release_reason,
-            skip_group.incident,
-            skip_group.step,
+            history.ledger, order, positions, release_reason, skip_group.incident, skip_group.step
         )
         append_entries(history.run.skips, release_lines)
-        RunLog(history.run).emit_event(
-            SkipsGivenBack(
-                step=review.step,
-                incident=skip_group.incident,
-                samples=skip_group.positions.size,
-                lines=len(release_lines),
-                reason=release_reason,
-            )
-        )
-        reviewed_groups.append(ReviewedGroup(skip_group, one.documents, one.trial, True, given_back=True))
+        given_back_event = SkipsGivenBack(
+            step=review.step, incident=skip_group.incident, samples=positions.size, lines=len(release_lines),
+            reason=release_reason,
+        )  # fmt: skip
+        RunLog(history.run).emit_event(given_back_event)
+        reviewed_groups.append(replace(one, given_back=True))
     return replace(review, groups=reviewed_groups)
 
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -81,33 +81,27 @@ def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Can
         return usual * warmup_share(0, updates, c.rewarm_steps, REWARM_FROM)
 
     cut_factor, rewarm_text = c.cut_factor, f"the rate warms up again, over {c.rewarm_steps} updates"
+    reset_text = f"the optimizer's moments begin again at zero, and {rewarm_text}"
     all_candidates = [
         Candidate(NOTHING, "the data as it was"),
         Candidate(OTHER_DATA, "harmless samples in the places of the suspects"),
         Candidate("cap_lr", "the rate no higher than at first", lambda usual, _, first: min(usual, first)),
         Candidate("rewarm", rewarm_text, warm_up),
-    ]
-    if "reset_moments" in adjustments:
-        adjustment_about = f"the optimizer's moments begin again at zero, and {rewarm_text}"
-        all_candidates.append(Candidate("reset_moments", adjustment_about, warm_up, resets_moments=True))
-    all_candidates += [
-        Candidate(name, adjustment_about.removesuffix(" for the rest of the run"), adjustment=name)
-        for name, adjustment_about in ADJUSTED.items()
-        if name in adjustments
-    ]
-    if config.precision.fp8 is not None:
-        all_candidates.append(
-            Candidate("leave_fp8", f"without FP8, in {config.precision.kind}", leaves_fp8=True)
-        )
-    if "other_kernels" in adjustments:
-        all_candidates.append(
-            Candidate("other_kernels", "by plain PyTorch in place of all kernels", leaves_kernels=True)
-        )
-    all_candidates += [
+        Candidate("reset_moments", reset_text, warm_up, resets_moments=True),
+        *(
+            Candidate(name, about.removesuffix(" for the rest of the run"), adjustment=name)
+            for name, about in ADJUSTED.items()
+        ),
+        Candidate("leave_fp8", f"without FP8, in {config.precision.kind}", leaves_fp8=True),
+        Candidate("other_kernels", "by plain PyTorch in place of all kernels", leaves_kernels=True),
         Candidate("cut_lr", f"the rate x {cut_factor:g}", lambda usual, *_: cut_factor * usual),
         Candidate(CUT_TWICE, f"the rate x {cut_factor**2:g}", lambda usual, *_: cut_factor**2 * usual),
     ]
-    return sorted(all_candidates, key=lambda candidate: ORDER.index(candidate.name))
+    impossible = ADJUSTMENTS.difference(adjustments) | (
+        {"leave_fp8"} if config.precision.fp8 is None else set()
+    )
+    possible_candidates = [candidate for candidate in all_candidates if candidate.name not in impossible]
+    return sorted(possible_candidates, key=lambda candidate: ORDER.index(candidate.name))
 
 
 def choose_candidates(every: Sequence[Candidate], only: Sequence[str], choice: str) -> list[Candidate]:
@@ -152,10 +146,6 @@ class CourtRow:
     highest_norm: float
     losses: list[float]
     norms: list[float]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -204,17 +194,20 @@ def judge_branches(
     by_name = {outcome.candidate.name: outcome for outcome in outcomes}
     control, steps = by_name[OTHER_DATA], by_name[NOTHING].losses.size
     harmed_anyway = harms_anyway(control.coming, before)
-    counting_losses = {
-        branch_name: outcome.coming
-        for branch_name, outcome in by_name.items()
-        if harmed_anyway or not outcome.candidate.is_remedy
-    }
+    counting = [outcome for outcome in outcomes if harmed_anyway or not outcome.candidate.is_remedy]
+    counting_losses = {outcome.candidate.name: outcome.coming for outcome in counting}
     best_branch = choose_remedy(counting_losses, steps).chosen
     worse_nats, worse_error = _compare(by_name[choice].coming, by_name[best_branch].coming)
-    branch_rows = [
-        _row(branch_place, outcome, control, try_suspects(outcome), outcome.candidate.name in counting_losses)
-        for branch_place, outcome in enumerate(outcomes)
-    ]
+    branch_rows = list[CourtRow]()
+    for branch_place, outcome in enumerate(outcomes):
+        candidate, branch_trial = outcome.candidate, try_suspects(outcome)
+        mean_loss = float(outcome.coming.mean()) if np.isfinite(outcome.coming).all() else math.inf
+        difference, difference_error = _compare(outcome.coming, control.coming)
+        branch_rows.append(CourtRow(
+            candidate.name, candidate.about, branch_place, candidate.name in counting_losses, mean_loss,
+            difference, difference_error, branch_trial.learnt, branch_trial.learnt_error,
+            float(np.max(outcome.norms, initial=0.0)), outcome.losses.tolist(), outcome.norms.tolist(),
+        ))  # fmt: skip
     trial = try_suspects(by_name[NOTHING])
     return CourtVerdict(branch_rows, choice, best_branch, worse_nats, worse_error, harmed_anyway, trial)
 
@@ -239,18 +232,3 @@ def _compare(one: Floats, other: Floats) -> tuple[float, float]:
     if not np.isfinite(one).all() and not np.isfinite(other).all():
         return 0.0, 0.0
     return mean_difference(one, other)
-
-
-def _level(losses: Floats) -> float:
-    return float(losses.mean()) if np.isfinite(losses).all() else math.inf
-
-
-def _row(
-    place: int, outcome: BranchOutcome, control: BranchOutcome, trial: HarmTrial, counts: bool
-) -> CourtRow:
-    candidate = outcome.candidate
-    difference, error = _compare(outcome.coming, control.coming)
-    return CourtRow(
-        candidate.name, candidate.about, place, counts, _level(outcome.coming), difference, error, trial.learnt,
-        trial.learnt_error, float(np.max(outcome.norms, initial=0.0)), outcome.losses.tolist(), outcome.norms.tolist(),
-    )  # fmt: skip

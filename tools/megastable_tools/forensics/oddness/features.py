@@ -35,8 +35,7 @@ WORDS: tuple[tuple[str, ...], ...] = (
     ("fallbacks", "unknowns", "specials", "outside"),  # of tokens
 )
 COUNTED = tuple(name for word in WORDS for name in word)
-NOTHING = b""
-
+_CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f]")  # without NUL, and without what lays out text
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Where Windows-1252 has a character in place of a control, without those that good typography uses.
 _MOJIBAKE = frozenset("ƒ†‡ˆ‰Š‹ŒŽ˜š›œžŸ") | {chr(c) for c in range(0x80, 0xC0)} | {"Ã", "Â"}
@@ -66,10 +65,9 @@ class Lexicon:
         counts_by_name = {count_name: np.zeros(vocab_size + 1, dtype=np.uint64) for count_name in COUNTED}
         byte_table = np.zeros(vocab_size + 1, dtype=np.uint8)
         counts_by_name["outside"][vocab_size] = 1
-        if eod is None and tokenizer is not None:
-            eod = tokenizer.eod
         if tokenizer is not None:
-            counts_by_name["specials"][: max(vocab_size, 0)] = 1
+            eod = tokenizer.eod if eod is None else eod
+            counts_by_name["specials"][:vocab_size] = 1
             for token, (token_bytes, token_sort) in enumerate(_pieces(tokenizer)):
                 if token >= vocab_size:
                     break
@@ -107,25 +105,21 @@ def unpack_words(words: Words) -> dict[str, npt.NDArray[np.int64]]:
 def _look(content: bytes) -> dict[str, int]:
     """The counts of a token's bytes, which may be only a part of a character."""
     text = content.decode("utf-8", "ignore")
-    character_counts = dict.fromkeys(
-        ("letters", "digits", "spaces", "capitals", "foreign", "controls", "nulls", "replacements", "latin1"),
-        0,
-    )
-    for character in text:
-        character_counts["letters"] += character.isalpha()
-        character_counts["digits"] += character.isdigit()
-        character_counts["spaces"] += character.isspace()
-        character_counts["capitals"] += character.isupper()
-        character_counts["nulls"] += character == "\0"
-        character_counts["controls"] += (
-            character < " " and character not in "\t\n\r\0\f"
-        ) or character == "\x7f"
-        character_counts["replacements"] += character == "\ufffd"
-        character_counts["latin1"] += character in _MOJIBAKE
     # A continuation byte (10xxxxxx) begins no character.
     character_beginnings = [first_byte for first_byte in content if first_byte & 0xC0 != 0x80]
-    character_counts["foreign"] = sum(first_byte >= 0x80 for first_byte in character_beginnings)
-    return {"bytes": len(content), "characters": len(character_beginnings), **character_counts}
+    return {
+        "bytes": len(content),
+        "characters": len(character_beginnings),
+        "letters": sum(map(str.isalpha, text)),
+        "digits": sum(map(str.isdigit, text)),
+        "spaces": sum(map(str.isspace, text)),
+        "capitals": sum(map(str.isupper, text)),
+        "foreign": sum(first_byte >= 0x80 for first_byte in character_beginnings),
+        "controls": len(_CONTROLS.findall(text)),
+        "nulls": text.count("\0"),
+        "replacements": text.count("\ufffd"),
+        "latin1": sum(character in _MOJIBAKE for character in text),
+    }
 
 
 def _pieces(tokenizer: Tokenizer) -> Iterator[tuple[bytes, str]]:
@@ -144,9 +138,9 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Iterator[tuple[bytes, s
     for token in range(tokenizer.vocab_size):
         token_piece = str(piece_model.id_to_piece(token))
         if piece_model.is_unknown(token):
-            yield NOTHING, "unknown"
+            yield b"", "unknown"
         elif piece_model.is_control(token) or piece_model.is_unused(token):
-            yield NOTHING, "special"
+            yield b"", "special"
         elif piece_model.is_byte(token):
             yield bytes.fromhex(token_piece[3:5]), "byte"
         else:
@@ -155,43 +149,34 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Iterator[tuple[bytes, s
 
 def _huggingface(tokenizer: HuggingFaceTokenizer) -> Iterator[tuple[bytes, str]]:
     described: dict[str, Any] = json.loads(tokenizer.content)
-    special_ids = {
-        added_token["id"] for added_token in described.get("added_tokens") or [] if added_token.get("special")
-    }
+    added_tokens = described.get("added_tokens") or []
+    special_ids = {added_token["id"] for added_token in added_tokens if added_token.get("special")}
     unknown = (described.get("model") or {}).get("unk_token")
     # A byte-level vocabulary writes each byte as one printable character.
     by_bytes = '"ByteLevel"' in json.dumps([described.get("decoder"), described.get("pre_tokenizer")])
     byte_alphabet = _byte_alphabet()
     for token in range(tokenizer.vocab_size):
         token_piece = tokenizer.model.id_to_token(token)
-        if token_piece is None or token in special_ids:
-            yield NOTHING, "unknown" if token_piece is not None and token_piece == unknown else "special"
-        elif token_piece == unknown:
-            yield NOTHING, "unknown"
+        if token_piece is not None and token_piece == unknown:
+            yield b"", "unknown"
+        elif token_piece is None or token in special_ids:
+            yield b"", "special"
         elif by_bytes and all(character in byte_alphabet for character in token_piece):
             piece_bytes = bytes(byte_alphabet[character] for character in token_piece)
-            yield piece_bytes, "text" if _whole(piece_bytes) else "byte"
+            is_whole = piece_bytes.decode("utf-8", "ignore").encode() == piece_bytes
+            yield piece_bytes, "text" if is_whole else "byte"
         elif spelled_byte := _BYTE.fullmatch(token_piece):
             yield bytes.fromhex(spelled_byte[1]), "byte"
         else:
             yield token_piece.replace(SPACE, " ").encode("utf-8", "ignore"), "text"
 
 
-def _whole(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _byte_alphabet() -> dict[str, int]:
     """The character of each byte in a byte-level vocabulary (GPT-2): printable ones stand for themselves."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other_bytes = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(256 + other_number): byte for other_number, byte in enumerate(other_bytes)
-    }
+    plain_alphabet = {chr(byte): byte for byte in plain}
+    return plain_alphabet | {chr(code): byte for code, byte in enumerate(other_bytes, 256)}
 
 
 BUCKETS = 22  # bits: pairs are hashed to 4 M buckets
@@ -232,11 +217,8 @@ class Tables:
             rarity[table_half] = -np.log(id_probability)
             pair_starts = np.flatnonzero(of_other[:-1] & inside_document)
             first_ids, second_ids = ids[:-1][pair_starts], ids[1:][pair_starts]
-            bucket_weights = np.bincount(
-                pair_buckets(first_ids, second_ids),
-                weights=1 / id_probability[second_ids],
-                minlength=1 << BUCKETS,
-            )
+            rarities = 1 / id_probability[second_ids]
+            bucket_weights = np.bincount(pair_buckets(first_ids, second_ids), rarities, 1 << BUCKETS)
             seen = np.flatnonzero(bucket_weights)  # most are zero, and a logarithm of all of them is slow
             bonus[table_half, seen] = np.minimum(np.rint(np.log1p(bucket_weights[seen] / KEEN) * BONUS), 255)
             start_weight[table_half] = np.log(KEEN / (np.bincount(first_ids, minlength=width) + KEEN))
@@ -245,8 +227,7 @@ class Tables:
 
 def halves_of(keys: Keys) -> npt.NDArray[np.uint32]:
     """The half, 0 or 1, of the documents with these keys: the row of the tables to measure them with."""
-    mixed_keys = keys * np.uint64(0x9E3779B97F4A7C15)
-    return (mixed_keys >> np.uint64(63)).astype(np.uint32)
+    return ((keys * MIXER) >> np.uint64(63)).astype(np.uint32)
 
 
 def pair_buckets(a: Ids, b: Ids) -> npt.NDArray[np.uint32]:
@@ -301,32 +282,15 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature("unlikely", "high", 0.1, "each token, after the one before it, has {} nats of surprise"),
-    Feature(
-        "surprise",
-        "high",
-        0.1,
-        "its tokens, whatever their order, have {} nats of surprise each",
-        judged=False,
-    ),
+    Feature("surprise", "high", 0.1,
+            "its tokens, whatever their order, have {} nats of surprise each", judged=False),
     Feature("order", "low", 0.1, "a token tells {} nats of the next one"),
-    Feature(
-        "gain",
-        "low",
-        0.1,
-        "neighbours tell {} nats more of each other than tokens that are far apart",
-        judged=False,
-    ),
-    Feature(
-        "repeats", "high", 0.2, f"{{}} of its {GRAM}-grams came before in it", share=True, scale="halvings"
-    ),
-    Feature(
-        "period",
-        "high",
-        0.5,
-        "{} of its tokens come again after the same distance",
-        share=True,
-        scale="halvings",
-    ),
+    Feature("gain", "low", 0.1,
+            "neighbours tell {} nats more of each other than tokens that are far apart", judged=False),
+    Feature("repeats", "high", 0.2,
+            f"{{}} of its {GRAM}-grams came before in it", share=True, scale="halvings"),
+    Feature("period", "high", 0.5,
+            "{} of its tokens come again after the same distance", share=True, scale="halvings"),
     Feature("pairs", "", 0.02, "{} of its pairs of tokens came before in it", share=True),
     Feature("entropy", "", 0.02, "its tokens have {} of the entropy that so many could have", share=True),
     Feature("top", "", 0.01, "one token makes up {} of it", share=True),
@@ -337,35 +301,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature("spaces", "", 0.01, "{} of its characters are spaces", share=True),
     Feature("capitals", "", 0.01, "{} of its characters are capitals", share=True),
     Feature("foreign", "high", 0.15, "{} of its characters are not ASCII", share=True, scale="halvings"),
-    Feature(
-        "unbroken",
-        "high",
-        0.3,
-        "a space, or a character that is not ASCII, comes every {} characters",
-        scale="octaves",
-    ),
+    Feature("unbroken", "high", 0.3,
+            "a space, or a character that is not ASCII, comes every {} characters", scale="octaves"),
     Feature("controls", "high", 0.002, "{} of its characters are control characters", share=True),
     Feature("nulls", "high", 0.002, "{} of its characters are NUL", share=True),
-    Feature(
-        "replacements",
-        "high",
-        0.002,
-        "{} of its characters are U+FFFD, put in place of broken ones",
-        share=True,
-    ),
-    Feature(
-        "latin1",
-        "high",
-        0.005,
-        "{} of its characters are such as a wrong decoding leaves (Ã, U+0080-U+00BF)",
-        share=True,
-    ),
+    Feature("replacements", "high", 0.002,
+            "{} of its characters are U+FFFD, put in place of broken ones", share=True),
+    Feature("latin1", "high", 0.005,
+            "{} of its characters are such as a wrong decoding leaves (Ã, U+0080-U+00BF)", share=True),
     Feature("fallbacks", "high", 0.15, "{} of its tokens are single bytes", share=True, scale="halvings"),
     Feature("unknowns", "high", 0.004, "{} of its tokens are the unknown one", share=True),
     Feature("specials", "high", 0.004, "{} of its tokens are special ones", share=True),
     Feature("ends", "high", 0.004, "{} of its tokens end a document, inside of it", share=True),
     Feature("outside", "high", 0.0005, "{} of its ids are outside of the vocabulary", share=True),
-)
+)  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
 
 
@@ -424,12 +373,8 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
     over = place >= np.repeat((starts + n).astype(np.int32), n)
     place -= over * np.repeat(n.astype(np.int32), n)
     gain = near - together(ids.take(place)) - base
-    return {
-        "unlikely": surprise - near,
-        "surprise": surprise,
-        "order": near,
-        "gain": np.where(n > 3, gain, near),
-    }
+    gain = np.where(n > 3, gain, near)
+    return {"unlikely": surprise - near, "surprise": surprise, "order": near, "gain": gain}
 
 
 def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Features:
@@ -450,16 +395,12 @@ def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Feature
     run_changes[starts] = True
     run_starts = np.flatnonzero(run_changes)
     run = np.maximum.reduceat(np.diff(np.append(run_starts, size)), np.searchsorted(run_starts, starts))
-    repetition_features = {
-        "entropy": np.where(n > 1, entropy / np.log(np.maximum(n, 2)), 1),
-        "top": top_share,
-        "run": run.astype(np.float32),
-    }
+    entropy_share = np.where(n > 1, entropy / np.log(np.maximum(n, 2)), 1)
+    repetition_features = {"entropy": entropy_share, "top": top_share, "run": run.astype(np.float32)}
     for name, gram_length in (("pairs", 2), ("repeats", GRAM)):
         is_repeat = _again(ids, piece_number, starts, n, gram_length)
-        repetition_features[name] = np.add.reduceat(is_repeat, starts, dtype=np.int32) / np.maximum(
-            n - gram_length + 1, 1
-        )
+        repeat_counts = np.add.reduceat(is_repeat, starts, dtype=np.int32)
+        repetition_features[name] = repeat_counts / np.maximum(n - gram_length + 1, 1)
     repetition_features["period"] = _period(ids, starts, n, repetition_features["repeats"])
     return {name: feature_values.astype(np.float32) for name, feature_values in repetition_features.items()}
 
@@ -506,9 +447,8 @@ def _period(ids: Ids, starts: Int64s, n: Int64s, repeats: Floats) -> Floats:
         np.equal(looped_ids[period:], looped_ids[:-period], out=is_same[period:])
         is_same &= place_inside >= period
         share = np.add.reduceat(is_same, piece_begins, dtype=np.int32) / np.maximum(piece_sizes - period, 1)
-        period_shares[looped_pieces] = np.maximum(
-            period_shares[looped_pieces], np.where(piece_sizes >= 2 * period, share, 0)
-        )
+        share = np.where(piece_sizes >= 2 * period, share, 0)
+        period_shares[looped_pieces] = np.maximum(period_shares[looped_pieces], share)
     return period_shares
 
 
@@ -525,9 +465,8 @@ def _characters(ids: Ids, starts: Int64s, n: Int64s, lexicon: Lexicon) -> Featur
     character_features = {name: counts[name] / character_counts for name in per_character}
     character_features["unbroken"] = counts["characters"] / (counts["spaces"] + counts["foreign"] + 1)
     character_features["bytes"] = counts["bytes"] / n
-    character_features |= {
-        name: counts[name] / n for name in ("fallbacks", "unknowns", "specials", "ends", "outside")
-    }
+    per_token = ("fallbacks", "unknowns", "specials", "ends", "outside")
+    character_features |= {name: counts[name] / n for name in per_token}
     return {name: np.minimum(values, 1e6).astype(np.float32) for name, values in character_features.items()}
 
 
@@ -535,11 +474,8 @@ def _spelled(counts: dict[str, Int64s], byte: npt.NDArray[np.uint8], starts: Int
     """Count the characters that several tokens of a byte each spell: U+FFFD, and U+0080 to U+00BF."""
     next_byte = np.append(byte[1:], np.uint8(0))
     is_latin1 = (byte == 0xC2) & (next_byte & 0xC0 == 0x80)
-    is_replacement = (
-        (byte == 0xEF)
-        & (next_byte == 0xBF)
-        & (np.append(byte[2:], np.zeros(2, np.uint8))[: len(byte)] == 0xBD)
-    )
+    third_byte = np.append(byte[2:], np.zeros(2, np.uint8))[: len(byte)]
+    is_replacement = (byte == 0xEF) & (next_byte == 0xBF) & (third_byte == 0xBD)
     for field_name, is_spelled in (("latin1", is_latin1), ("replacements", is_replacement)):
         if is_spelled.any():
             counts[field_name] += np.add.reduceat(is_spelled, starts, dtype=np.int64)

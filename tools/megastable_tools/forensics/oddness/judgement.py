@@ -19,17 +19,9 @@ from megastable_tools.forensics.oddness.features import FEATURES, NAMES, Feature
 
 ODD = 1.0  # minimum score of a piece that is not usual
 KINDS = (
-    "usual",
-    "outside of the vocabulary",
-    "binary data",
-    "wrong encoding",
-    "repetition",
-    "encoded data",
-    "random tokens",
-    "shuffled text",
-    "another language or register",
-    "odd",
-)
+    "usual", "outside of the vocabulary", "binary data", "wrong encoding", "repetition", "encoded data",
+    "random tokens", "shuffled text", "another language or register", "odd",
+)  # fmt: skip
 # The features that define a kind and explain its pieces. For other kinds, the oddest feature.
 MADE_BY: dict[str, tuple[str, ...]] = {
     "outside of the vocabulary": ("outside",),
@@ -79,9 +71,8 @@ def looks_like(
         "shuffled text": (odd["gain"] | odd["order"]) & ~odd["surprise"] & (f["gain"] < 0.25 * usual["gain"]),
         "another language or register": odd["surprise"] | odd["unlikely"] | odd["foreign"],
     }
-    return np.select(
-        list(kind_rules.values()), [KINDS.index(name) for name in kind_rules], KINDS.index("odd")
-    ).astype(np.int16)
+    kind_numbers = [KINDS.index(name) for name in kind_rules]
+    return np.select(list(kind_rules.values()), kind_numbers, KINDS.index("odd")).astype(np.int16)
 
 
 MOST = 30.0  # maximum score
@@ -120,9 +111,8 @@ class UsualFeatures:
     @classmethod
     def of_no_pieces(cls) -> UsualFeatures:
         """The baseline of no pieces: nothing is odd by it."""
-        return cls.learn_usual(
-            np.zeros(0, dtype=np.int64), {name: np.zeros(0, dtype=np.float32) for name in NAMES}
-        )
+        no_features = {name: np.zeros(0, dtype=np.float32) for name in NAMES}
+        return cls.learn_usual(np.zeros(0, dtype=np.int64), no_features)
 
     @classmethod
     def learn_usual(cls, lengths: npt.NDArray[np.int64], features: Features) -> UsualFeatures:
@@ -142,14 +132,12 @@ class UsualFeatures:
                 quantiles[c, feature_number] = np.quantile(class_values, QUANTILES)
                 low, middle_quantile, high = np.quantile(feature.scale_oddness(class_values), TAIL)
                 tail_edge[c, feature_number] = middle_quantile
-                scale[c, feature_number] = max(
-                    (high - low) / np.log((1 - TAIL[0]) / (1 - TAIL[2])), feature.grain
-                )
+                fall = (high - low) / np.log((1 - TAIL[0]) / (1 - TAIL[2]))
+                scale[c, feature_number] = max(fall, feature.grain)
         for c in np.setdiff1d(np.arange(table_shape[0]), classes_there):
             if classes_there.size:
-                nearest = (
-                    classes_there[classes_there > c][0] if (classes_there > c).any() else classes_there[-1]
-                )
+                longer_classes = classes_there[classes_there > c]
+                nearest = longer_classes[0] if longer_classes.size else classes_there[-1]
                 quantiles[c], tail_edge[c], scale[c] = quantiles[nearest], tail_edge[nearest], scale[nearest]
         return cls(quantiles, tail_edge, scale)
 

@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -98,11 +99,9 @@ class Yardstick:
         piece_lengths, keys = np.diff(piece_edges), keys[piece_owner]
         fitted_yardstick = cls._fitted(ids, piece_edges, keys, lexicon)
         for _ in range(ROUNDS):
-            # Junk in the sample would make similar junk usual: what is odd by the first baseline is left out of the
-            # next.
-            piece_scores = fitted_yardstick.judge_features(
-                _measured(fitted_yardstick, ids, piece_edges, keys)
-            ).score
+            # Junk would make similar junk usual: what is odd by the first baseline is left out of the next.
+            piece_features = _measured(fitted_yardstick, ids, piece_edges, keys)
+            piece_scores = fitted_yardstick.judge_features(piece_features).score
             odd = np.argsort(-piece_scores)[: int(MOST_ODD * len(piece_scores))]
             is_kept = np.ones(len(piece_scores), dtype=bool)
             is_kept[odd[piece_scores[odd] > ODD]] = False
@@ -115,16 +114,12 @@ class Yardstick:
 
     @classmethod
     def _fitted(cls, ids: Raw, pieces: Int64s, keys: Keys, lexicon: Lexicon) -> Yardstick:
-        unfitted_yardstick = cls(
-            lexicon,
-            Tables.learn_tables(ids, pieces, keys, lexicon.vocab_size + 1),
-            UsualFeatures.of_no_pieces(),
-        )
+        tables = Tables.learn_tables(ids, pieces, keys, lexicon.vocab_size + 1)
+        unfitted_yardstick = cls(lexicon, tables, UsualFeatures.of_no_pieces())
         ordinary_ids, ordinary_edges, ordinary_owner = _ordinary(ids, pieces)
         ordinary_features = _measured(unfitted_yardstick, ordinary_ids, ordinary_edges, keys[ordinary_owner])
-        return replace(
-            unfitted_yardstick, usual=UsualFeatures.learn_usual(np.diff(ordinary_edges), ordinary_features)
-        )
+        usual = UsualFeatures.learn_usual(np.diff(ordinary_edges), ordinary_features)
+        return replace(unfitted_yardstick, usual=usual)
 
     def measure_features(self, tokens: Raw, edges: Int64s, keys: Keys) -> Features:
         """The features of k pieces: name -> float32 [k], with "length" among them, in tokens.
@@ -152,9 +147,7 @@ class Yardstick:
         content = io.BytesIO()
         parts = {"lexicon": self.lexicon, "tables": self.tables, "usual": self.usual}
         arrays = {
-            f"{name}.{key}": np.asarray(value)
-            for name, part in parts.items()
-            for key, value in vars(part).items()
+            f"{name}.{key}": np.asarray(v) for name, part in parts.items() for key, v in vars(part).items()
         }
         arrays |= {"format": np.array(FORMAT), "names": np.array(NAMES)}
         np.savez(content, allow_pickle=False, **arrays)
@@ -168,37 +161,28 @@ class Yardstick:
                 arrays_found = {key: array_file[key] for key in array_file.files}
             if int(arrays_found["format"]) != FORMAT or tuple(arrays_found["names"]) != NAMES:
                 raise DataError(f"{path} was made by another version: remove it, it will be made again")
-            parts = {
-                name: {
-                    key.partition(".")[2]: value
-                    for key, value in arrays_found.items()
-                    if key.startswith(f"{name}.")
-                }
-                for name in ("lexicon", "tables", "usual")
-            }
-            plain_types = {"vocab_size": int, "known": bool}
-            for part in parts.values():
-                part |= {key: plain_types[key](value) for key, value in part.items() if key in plain_types}
-            return cls(
-                Lexicon(**parts["lexicon"]), Tables(**parts["tables"]), UsualFeatures(**parts["usual"])
-            )
+            parts: dict[str, dict[str, Any]] = {"lexicon": {}, "tables": {}, "usual": {}}
+            for key, value in arrays_found.items():
+                part_name, is_of_part, field_name = key.partition(".")
+                if is_of_part:
+                    parts[part_name][field_name] = value
+            lexicon = parts["lexicon"]
+            lexicon |= {"vocab_size": int(lexicon["vocab_size"]), "known": bool(lexicon["known"])}
+            return cls(Lexicon(**lexicon), Tables(**parts["tables"]), UsualFeatures(**parts["usual"]))
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise DataError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
 
 
 def _gather(sample: Iterable[Sample], vocab_size: int) -> tuple[Raw, Int64s, Keys]:
-    id_parts: list[Raw] = []
-    edge_parts: list[Int64s] = [np.zeros(1, dtype=np.int64)]
-    key_parts: list[Keys] = []
-    tokens_done = 0
+    id_parts, length_parts, key_parts = list[Raw](), list[Int64s](), list[Keys]()
     for tokens, sample_edges, own_keys in sample:
-        key_parts.append(own_keys)
         id_parts.append(clip_ids(tokens[sample_edges[0] : sample_edges[-1]], vocab_size))
-        edge_parts.append(sample_edges[1:] - sample_edges[0] + tokens_done)
-        tokens_done = int(edge_parts[-1][-1]) if len(sample_edges) > 1 else tokens_done
+        length_parts.append(np.diff(sample_edges))
+        key_parts.append(own_keys)
     if not id_parts:
-        return np.zeros(0, np.uint32), edge_parts[0], np.zeros(0, np.uint64)
-    return np.concatenate(id_parts), np.concatenate(edge_parts), np.concatenate(key_parts)
+        return np.zeros(0, np.uint32), np.zeros(1, np.int64), np.zeros(0, np.uint64)
+    edges = np.append(0, np.cumsum(np.concatenate(length_parts)))
+    return np.concatenate(id_parts), edges, np.concatenate(key_parts)
 
 
 def _measured(yardstick: Yardstick, ids: Raw, pieces: Int64s, keys: Keys) -> Features:
@@ -282,9 +266,8 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
         half_edges = np.stack([edges[odd], (edges[odd] + edges[odd + 1]) // 2, edges[odd + 1]], axis=1)
         place = np.concatenate([np.arange(a, range_end) for a, range_end in half_edges[:, [0, 2]].tolist()])
         half_sizes = np.diff(half_edges, axis=1).ravel()
-        half_features = yardstick.measure_features(
-            tokens[place], np.append(0, np.cumsum(half_sizes)), np.repeat(keys[odd], 2)
-        )
+        inner_edges, half_keys = np.append(0, np.cumsum(half_sizes)), np.repeat(keys[odd], 2)
+        half_features = yardstick.measure_features(tokens[place], inner_edges, half_keys)
         parts = yardstick.judge_features(half_features)
         counting_scores = np.where(parts.score >= COUNTS_FROM[parts.kind], parts.score, 0)
         worse = 2 * np.arange(odd.size) + (counting_scores[1::2] > counting_scores[::2])
@@ -311,9 +294,8 @@ def find_odd_spans(yardstick: Yardstick, tokens: Raw, key: int, least: float) ->
     for window_batch in np.split(np.arange(window_firsts.size), range(AT_ONCE, window_firsts.size, AT_ONCE)):
         place = np.concatenate([np.arange(window_firsts[n], window_ends[n]) for n in window_batch])
         batch_edges = np.append(0, np.cumsum(window_ends[window_batch] - window_firsts[window_batch]))
-        window_features = yardstick.measure_features(
-            tokens[place], batch_edges, np.full(window_batch.size, key, np.uint64)
-        )
+        window_keys = np.full(window_batch.size, key, np.uint64)
+        window_features = yardstick.measure_features(tokens[place], batch_edges, window_keys)
         window_scores[window_batch] = yardstick.judge_features(window_features).score
     is_sure = window_scores >= min(least, float(window_scores.max()))
     odd = is_sure | (window_scores >= max(least / 2, ODD))

@@ -105,9 +105,8 @@ def make_plan(
     loss = sum_up_loss(removals, shelf.manifest)
     # The plan is not yet written, so its lines cannot be deleted.
     cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
-    loss.check_limit(
-        most, "the plan", "narrow what it is made of (the list, the steps, --score, --kind)", cut
-    )
+    narrower = "narrow what it is made of (the list, the steps, --score, --kind)"
+    loss.check_limit(most, "the plan", narrower, cut)
     durable.write_output(output, format_plan(removals, shelf.directory.resolve(), shelf.manifest))
     return removals, loss
 
@@ -126,15 +125,9 @@ def _listed(path: Path, directory: Path, manifest: Manifest, spans: bool) -> Ite
 
 
 def _suspects(
-    corpus: Path,
-    shelf: Shelf,
-    manifest: Manifest,
-    folder: Path,
-    score: float | None,
-    kinds: Sequence[str],
-    duplicates: bool,
-    spans: bool,
-) -> Iterator[Why]:
+    corpus: Path, shelf: Shelf, manifest: Manifest, folder: Path, score: float | None, kinds: Sequence[str],
+    duplicates: bool, spans: bool,
+) -> Iterator[Why]:  # fmt: skip
     from megastable_tools.forensics.scanning.scanned import Scan, find_suspects, odd_spans
 
     loaded_scan = Scan.load_result(folder)
@@ -181,10 +174,8 @@ def _of_steps(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
         history.library_at(done_step.time)  # refuses a step of another order, which `eras` leaves out
     for library, era_steps in history.split_into_eras(steps_done):
         for step in dict.fromkeys(done_step.step for done_step in era_steps):
-            read_parts = [
-                history.positions_of(done_step) for done_step in era_steps if done_step.step == step
-            ]
-            positions = np.unique(np.concatenate(read_parts))
+            repeats = [done_step for done_step in era_steps if done_step.step == step]
+            positions = np.unique(np.concatenate([history.positions_of(done_step) for done_step in repeats]))
             yield from _at(history, library, positions, manifest, f"step {step} of {history.run.root}", spans)
 
 
@@ -217,22 +208,13 @@ def _numbers(spans: Sequence[tuple[int, int]], what: str) -> npt.NDArray[np.int6
 
 
 def _at(
-    history: History,
-    library: Library,
-    positions: npt.NDArray[np.int64],
-    manifest: Manifest,
-    evidence: str,
-    spans: bool,
-) -> Iterator[Why]:
+    history: History, library: Library, positions: npt.NDArray[np.int64], manifest: Manifest, evidence: str, spans: bool
+) -> Iterator[Why]:  # fmt: skip
     """The documents of `manifest` in the samples at `positions` of the order of `library`; spans: only the parts in
     these samples. evidence: what names the samples. Raises DataError if the run did not train on that corpus."""
     fingerprint, run_root = manifest.fingerprint(), history.run.root
-    trained = {
-        corpus_share.fingerprint
-        for blend_entry in history.blends
-        if isinstance(blend_entry, BlendEntry)
-        for corpus_share in blend_entry.corpora
-    }
+    blends = [entry for entry in history.blends if isinstance(entry, BlendEntry)]
+    trained = {corpus_share.fingerprint for blend in blends for corpus_share in blend.corpora}
     trained |= set(read_yaml(history.run.recipe).get("manifests") or [])
     source = library.source
     own_indexes = [
@@ -285,9 +267,8 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
                 spans = [(bos_tokens, text_end)]
             if spans[:1] == [(bos_tokens, text_end)]:
                 excerpt_start = next((why.at for why in of if why.at is not None), first)
-                yield Removal(
-                    shard.name, document, count, texts, _excerpt(shelf, shard, first, excerpt_start, end)
-                )
+                excerpt = _excerpt(shelf, shard, first, excerpt_start, end)
+                yield Removal(shard.name, document, count, texts, excerpt)
                 continue
             for span_begin, stop in spans:
                 excerpt = _excerpt(shelf, shard, first, first + span_begin, first + stop)

@@ -105,10 +105,8 @@ def cut_document(
     lengths = shard.sequence_lengths(slice(low, high)).tolist()
     stored = shard.sequence_modes(slice(low, high))
     modes = [0] * len(lengths) if stored is None else stored.tolist()
-    pieces = tuple(
-        _piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept
-    )
-    return CutDocument(number, count, pieces, gone)
+    pieces = [_piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept]
+    return CutDocument(number, count, tuple(pieces), gone)
 
 
 def _piece(
@@ -128,9 +126,8 @@ def _piece(
     if opened:
         length, mode = found[0]
         found[:1] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(1, mode), (length, mode)]
-    return RemainingPiece(
-        first, end, closed, opened, tuple(n for n, _ in found), tuple(mode for _, mode in found)
-    )
+    found_lengths, found_modes = zip(*found, strict=True)
+    return RemainingPiece(first, end, closed, opened, found_lengths, found_modes)
 
 
 class RemainingRun(NamedTuple):
@@ -226,9 +223,8 @@ def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.in
         tokens = shard.read_raw(unit.first_token, unit.tokens)
         sequence_slice = slice(int(sequences[0]), int(sequences[-1]))
         lengths, modes = shard.sequence_lengths(sequence_slice), shard.sequence_modes(sequence_slice)
-        whole_run = RemainingRun(
-            tokens, lengths, np.zeros(len(lengths), np.int8) if modes is None else modes, np.diff(sequences)
-        )
+        modes = np.zeros(len(lengths), np.int8) if modes is None else modes
+        whole_run = RemainingRun(tokens, lengths, modes, np.diff(sequences))
         is_kept = gaps.renumber_documents(first, count) >= 0
         edges, sequences, done, found = edges - edges[0], sequences - sequences[0], 0, list[RemainingRun]()
         for document_cut in (*gaps.cut_among(first, count), None):
@@ -246,16 +242,14 @@ def _without(
 ) -> RemainingRun:
     """Those of some `documents` of a run that are `kept`, bool [d]; edges, sequences: where each begins in it, int64
     [d + 1]."""
-    kept_some = kept[documents]
-    edge_slice = slice(documents.start, documents.stop + 1)
-    token_slice = slice(int(edges[edge_slice.start]), int(edges[edge_slice.stop - 1]))
-    parts = slice(int(sequences[edge_slice.start]), int(sequences[edge_slice.stop - 1]))
-    run = RemainingRun(
-        whole.tokens[token_slice], whole.lengths[parts], whole.modes[parts], whole.counts[documents]
-    )
+    kept_some, begin, end = kept[documents], documents.start, documents.stop
+    tokens = whole.tokens[edges[begin] : edges[end]]
+    parts = slice(sequences[begin], sequences[end])
+    run = RemainingRun(tokens, whole.lengths[parts], whole.modes[parts], whole.counts[documents])
     if kept_some.all():
         return run
-    of_token, of_part = np.repeat(kept_some, np.diff(edges[edge_slice])), np.repeat(kept_some, run.counts)
+    of_token = np.repeat(kept_some, np.diff(edges[begin : end + 1]))
+    of_part = np.repeat(kept_some, run.counts)
     return RemainingRun(run.tokens[of_token], run.lengths[of_part], run.modes[of_part], run.counts[kept_some])
 
 
@@ -263,12 +257,7 @@ def _run_of_piece(piece: RemainingPiece, tokens: npt.NDArray[np.integer], gaps: 
     """A piece of a document with these tokens."""
     opening_ids = [gaps.bos] if piece.opened and gaps.bos is not None else []
     closing_ids = [gaps.eod] if piece.closed else []
-    framed_tokens = np.concatenate(
-        [np.array(some, tokens.dtype) for some in (opening_ids, tokens[piece.first : piece.end], closing_ids)]
-    )
-    return RemainingRun(
-        framed_tokens,
-        np.array(piece.lengths, np.int32),
-        np.array(piece.modes, np.int8),
-        np.array([len(piece.lengths)]),
-    )
+    framed_parts = (opening_ids, tokens[piece.first : piece.end], closing_ids)
+    framed_tokens = np.concatenate([np.array(some, tokens.dtype) for some in framed_parts])
+    lengths, modes = np.array(piece.lengths, np.int32), np.array(piece.modes, np.int8)
+    return RemainingRun(framed_tokens, lengths, modes, np.array([len(piece.lengths)]))

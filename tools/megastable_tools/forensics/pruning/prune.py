@@ -7,9 +7,9 @@ hashed before and after, and written on: memory grows by a few bytes for each se
 original is not hidden by new hashes.
 
 The proof (`verify_pruned`): the document map names every document of either corpus exactly once and in order, and
-every piece
-of a cut one. What the original gives without the rest is computed again, and hashed: its hashes, counts, splits and map
-must be those of the pruned corpus, whose files are read in full. Memory grows with the documents of one shard.
+every piece of a cut one. What the original gives without the rest is computed again, and hashed: its hashes, counts,
+splits and map must be those of the pruned corpus, whose files are read in full. Memory grows with the documents of one
+shard.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -66,18 +67,14 @@ def apply_plan(
     chosen_plan = read_plan(plan)
     corpus_directory = _corpus_of(chosen_plan, corpus)
     corpus_manifest = Manifest.load_manifest(corpus_directory)
-    gaps = gaps_of(
-        corpus_directory, corpus_manifest, chosen_plan.select_removals(corpus_directory, corpus_manifest)
-    )
+    removals = chosen_plan.select_removals(corpus_directory, corpus_manifest)
+    gaps = gaps_of(corpus_directory, corpus_manifest, removals)
     corpus_loss = Loss.of_corpus(
         corpus_manifest, documents=sum(gap.documents.size for gap in gaps.values()),
         cut=sum(len(gap.cuts) for gap in gaps.values()), tokens=sum(gap.gone for gap in gaps.values()),
     )  # fmt: skip
     corpus_loss.check_limit(
-        most,
-        str(plan),
-        "delete lines of documents to keep",
-        "cut only the bad parts (plan --spans)",
+        most, str(plan), "delete lines of documents to keep", "cut only the bad parts (plan --spans)"
     )
     _keep_apart(corpus_directory, output)
     tokenizer_content = tokenizer_bytes(corpus_directory, corpus_manifest)
@@ -96,42 +93,35 @@ def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dic
     """The removed parts of every shard, by a plan. Raises DataError for a span that does not exist."""
     # Shards are opened one at a time: there may be more than the limit of open files.
     gaps_by_shard = {}
-    for shard_info in manifest.shards:
-        of = named.get(shard_info.name, NOTHING)
-        shard = Shard(directory / shard_info.name, shard_info)
-        gaps_by_shard[shard_info.name] = Gaps.of_shard(
-            shard, of.documents, of.spans, manifest.tokenizer.eod, manifest.tokenizer.bos
-        )
+    tokenizer = manifest.tokenizer
+    for info in manifest.shards:
+        of = named.get(info.name, NOTHING)
+        shard = Shard(directory / info.name, info)
+        gaps_by_shard[info.name] = Gaps.of_shard(shard, of.documents, of.spans, tokenizer.eod, tokenizer.bos)
     return gaps_by_shard
 
 
 def _write(
-    plan: PrunePlan,
-    directory: Path,
-    manifest: Manifest,
-    all_gaps: dict[str, Gaps],
-    staging: Path,
-    progress: Progress,
-) -> Pruned:
+    plan: PrunePlan, directory: Path, manifest: Manifest, all_gaps: dict[str, Gaps], staging: Path, progress: Progress
+) -> Pruned:  # fmt: skip
     """Write all files except the tokenizer's and pruned.json, which is returned."""
     split_places_by_name = move_splits(directory, manifest, all_gaps)
     for split, split_places in split_places_by_name.items():
         if not split_places and manifest.splits[split]:
-            _nothing_left(plan, split, directory, manifest.splits[split][0])
+            segment = manifest.splits[split][0]
+            document = Shard(directory / segment.shard).document_of(segment.first_token)
+            raise DataError(
+                f"{plan.path} leaves nothing of the split {split!r}: delete its line "
+                f"{plan.line_of(segment.shard, document)}, for one, to keep that document"
+            )
     infos, shard_cuts, removed_digest = list[ShardInfo](), list[Cut](), hashlib.sha256()
-    map_writer = MapWriter(staging)
-    try:
+    with closing(MapWriter(staging)) as map_writer:
         for shard_info in manifest.shards:
             shard, shard_gaps = Shard(directory / shard_info.name, shard_info), all_gaps[shard_info.name]
-            add_removed(removed_digest, shard_info.name, shard_gaps)
             for part in chunk_slices(shard.documents):
                 map_writer.add_documents(shard_info.name, part.start, part.stop - part.start, shard_gaps)
-            is_left = shard_gaps.documents.size < shard.documents or not shard_gaps.documents.size
-            if is_left:
-                infos.append(write_shard(shard, shard_info, shard_gaps, staging, progress))
-            shard_cuts.append(cut_of(shard_info.name, shard_gaps, is_left))
-    finally:
-        map_writer.close()
+            add_removed(removed_digest, shard_info.name, shard_gaps)
+            shard_cuts.append(_prune_shard(shard, shard_info, shard_gaps, staging, progress, infos))
     with (staging / MAP).open("rb") as map_file:
         os.fsync(map_file.fileno())
     pruned_data = pruned_facts(shard_cuts, removed_digest.hexdigest(), infos, all_gaps)
@@ -156,21 +146,26 @@ def pruned_facts(
 ) -> dict[str, Any]:
     """What pruned.json says of the documents."""
     return {
-        "shards": cuts,
-        "removed": removed,
+        "shards": cuts, "removed": removed,
         "documents": sum(shard_cut.documents for shard_cut in cuts),
         "tokens": sum(shard_cut.tokens for shard_cut in cuts),
         "documents_left": sum(shard_info.documents for shard_info in infos),
         "tokens_left": sum(shard_info.tokens for shard_info in infos),
         "cut": sum(shard_cut.cut for shard_cut in cuts),
         "added": sum(shard_gaps.added for shard_gaps in all_gaps.values()),
-    }
+    }  # fmt: skip
 
 
-def cut_of(shard: str, gaps: Gaps, left: bool) -> Cut:
-    """The loss of a shard."""
-    documents, cut = gaps.documents.size, len(gaps.cuts)
-    return Cut(shard=shard, documents=documents, tokens=gaps.gone, left=left, cut=cut)
+def _prune_shard(
+    shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path | None, progress: Progress, left: list[ShardInfo]
+) -> Cut:  # fmt: skip
+    """As `write_shard`, unless nothing of the shard is left; else it is added to those `left`. Returns its loss."""
+    is_left = gaps.documents.size < shard.documents or not gaps.documents.size
+    if is_left:
+        left.append(write_shard(shard, info, gaps, directory, progress))
+    return Cut(
+        shard=info.name, documents=gaps.documents.size, tokens=gaps.gone, left=is_left, cut=len(gaps.cuts)
+    )
 
 
 def write_shard(
@@ -184,9 +179,8 @@ def write_shard(
         raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
     shard.verify_index()
     hash_before = xxhash.xxh3_128()
-    with ShardWriter(
-        (directory or shard.bin_path.parent) / shard.name, 1, shard.has_modes, shard.dtype, directory is None
-    ) as shard_writer:
+    new_path = (directory or shard.bin_path.parent) / shard.name
+    with ShardWriter(new_path, 1, shard.has_modes, shard.dtype, directory is None) as shard_writer:
         for tokens, document_runs in remaining_runs(shard, gaps):
             hash_before.update(tokens.tobytes())
             progress(tokens.nbytes)
@@ -205,14 +199,13 @@ def move_splits(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> d
     """
     check_splits(directory, manifest)
     infos_by_name = {shard_info.name: shard_info for shard_info in manifest.shards}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Place]] = {split: [] for split in manifest.splits}
     for split, segments in manifest.splits.items():
-        places[split] = []
         for segment in segments:
             shard, of = Shard(directory / segment.shard, infos_by_name[segment.shard]), gaps[segment.shard]
             first_token, end_token = (
-                segment_edge - of.tokens_lost_before(shard.documents_before(segment_edge))
-                for segment_edge in (segment.first_token, segment.end)
+                edge - of.tokens_lost_before(shard.documents_before(edge))
+                for edge in (segment.first_token, segment.end)
             )
             if first_token < end_token:
                 places[split].append((segment.shard, first_token, end_token))
@@ -279,14 +272,6 @@ def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
     return find_recipe(given or plan.corpus or "")
 
 
-def _nothing_left(plan: PrunePlan, split: str, directory: Path, segment: Segment) -> NoReturn:
-    document = Shard(directory / segment.shard).document_of(segment.first_token)
-    raise DataError(
-        f"{plan.path} leaves nothing of the split {split!r}: delete its line {plan.line_of(segment.shard, document)}, "
-        "for one, to keep that document"
-    )
-
-
 @dataclass(frozen=True)
 class Proof:
     """What was compared: remaining documents and tokens, and the number of removed ones; cut documents, and
@@ -335,7 +320,10 @@ def verify_pruned(
         raise DataError(f"{directory / MANIFEST}: name, dtype or tokenizer is not that of {original}")
     for checked_folder, checked_manifest in ((original, old), (directory, new)):
         tokenizer_bytes(checked_folder, checked_manifest)
-    _no_others(directory, new)
+    own_names = {shard_info.name for shard_info in new.shards}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".bin", ".idx") and path.name[: -len(path.suffix)] not in own_names:
+            raise DataError(f"{path} is not a shard of this corpus: remove it")
     return _compare(directory, new, original, old, pruned, plan, progress)
 
 
@@ -349,9 +337,9 @@ def _compare(
     directory: Path, new: Manifest, original: Path, old: Manifest, pruned: Pruned, plan: Path | None,
     progress: Progress,
 ) -> Proof:  # fmt: skip
-    listed_gaps = (
-        None if plan is None else gaps_of(original, old, read_plan(plan).select_removals(original, old))
-    )
+    listed_gaps = None
+    if plan is not None:
+        listed_gaps = gaps_of(original, old, read_plan(plan).select_removals(original, old))
     map_groups = groupby(read_map(directory), key=lambda item: item[0])
     shard_named, map_group = next(map_groups, ("", iter(())))
     all_gaps, removed, shard_cuts, infos = dict[str, Gaps](), hashlib.sha256(), list[Cut](), list[ShardInfo]()
@@ -361,15 +349,11 @@ def _compare(
             map_rows = [map_part for _, map_part in map_group]
             shard_named, map_group = next(map_groups, ("", iter(())))
         shard_gaps = all_gaps[shard_info.name] = _gaps_of_map(directory, shard, map_rows, old.tokenizer)
-        if listed_gaps is not None and (shard_gaps.documents.tolist(), shard_gaps.cuts) != (
-            listed_gaps[shard_info.name].documents.tolist(), listed_gaps[shard_info.name].cuts
-        ):  # fmt: skip
+        listed = shard_gaps if listed_gaps is None else listed_gaps[shard_info.name]
+        if shard_gaps.cuts != listed.cuts or not np.array_equal(shard_gaps.documents, listed.documents):
             raise DataError(f"{plan} does not name what {directory} lacks of {shard_info.name}")
         add_removed(removed, shard_info.name, shard_gaps)
-        is_left = shard_gaps.documents.size < shard_info.documents or not shard_gaps.documents.size
-        if is_left:
-            infos.append(write_shard(shard, shard_info, shard_gaps, None, progress))
-        shard_cuts.append(cut_of(shard_info.name, shard_gaps, is_left))
+        shard_cuts.append(_prune_shard(shard, shard_info, shard_gaps, None, progress, infos))
     if shard_named:
         raise DataError(f"{directory / MAP} names the shard {shard_named!r}, which is not there: prune again")
     _check_shards(directory, new, infos, original)
@@ -409,21 +393,15 @@ def _check_shards(directory: Path, new: Manifest, infos: list[ShardInfo], origin
 def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: TokenizerInfo) -> Gaps:
     """The removed parts of a shard by its rows of the map, which must be what these parts give."""
     damage_text = f"{directory / MAP}: the rows of {shard.name} are not those of its documents: prune again"
-    found = (
-        Rows(
-            *(
-                np.concatenate(column_parts)
-                for column_parts in zip(*(rows_part.columns for rows_part in rows), strict=True)
-            )
-        )
-        if rows
-        else None
-    )
-    old = np.empty(0, np.int64) if found is None else found.old
+    if not rows and not shard.documents:
+        return Gaps.of_shard(shard, np.empty(0, np.int64), {}, tokenizer.eod, tokenizer.bos)
+    if not rows:
+        raise DataError(damage_text)
+    columns = zip(*(rows_part.columns for rows_part in rows), strict=True)
+    found = Rows(*(np.concatenate(column_parts) for column_parts in columns))
+    old = found.old
     if not np.array_equal(np.unique(old), np.arange(shard.documents)) or np.any(np.diff(old) < 0):
         raise DataError(damage_text)
-    if found is None:
-        return Gaps.of_shard(shard, old, {}, tokenizer.eod, tokenizer.bos)
     spans = dict[int, list[Span]]()
     for document_number in np.unique(old[found.end >= 0]).tolist():
         begin, end = shard.document_bounds(document_number)
@@ -431,20 +409,10 @@ def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: Tok
         edges = [0, *np.stack([found.first[pieces], found.end[pieces]], axis=1).ravel().tolist(), end - begin]
         if edges != sorted(edges):
             raise DataError(damage_text)
-        spans[document_number] = [
-            (span_start, span_end)
-            for span_start, span_end in zip(edges[::2], edges[1::2], strict=True)
-            if span_start < span_end
-        ]
+        removed_spans = zip(edges[::2], edges[1::2], strict=True)
+        spans[document_number] = [(begin, end) for begin, end in removed_spans if begin < end]
     shard_gaps = Gaps.of_shard(shard, old[found.new < 0], spans, tokenizer.eod, tokenizer.bos)
     expected_rows = Rows.of_gaps(0, shard.documents, shard_gaps)
     if not all(map(np.array_equal, found.columns, expected_rows.columns)):
         raise DataError(damage_text)
     return shard_gaps
-
-
-def _no_others(directory: Path, manifest: Manifest) -> None:
-    own_names = {shard_info.name for shard_info in manifest.shards}
-    for path in sorted(directory.iterdir()):
-        if path.suffix in (".bin", ".idx") and path.name[: -len(path.suffix)] not in own_names:
-            raise DataError(f"{path} is not a shard of this corpus: remove it")

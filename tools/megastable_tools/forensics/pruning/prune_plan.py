@@ -74,15 +74,11 @@ class Loss:
         if lost_share <= most:
             return
         cut_advice = f", {spans}" if spans and self.documents else ""
+        allowing = min(100.0, -(-lost_share * 1000 // 1) / 10)  # a percentage that allows this share
         raise DataError(
             f"{what} would take {self}: more than {100 * most:g} % of it; {less}{cut_advice}, or "
-            f"allow it with --most {_above(lost_share)}"
+            f"allow it with --most {allowing:g}%"
         )
-
-
-def _above(share: float) -> str:
-    """A percentage that allows this share."""
-    return f"{min(100.0, -(-share * 1000 // 1) / 10):g}%"
 
 
 def parse_share(text: str) -> float:
@@ -188,9 +184,8 @@ class PrunePlan:
                     f"{known_shards}"
                 )
             removals_found[shard] = self._named(shard, lines, infos_by_name[shard].documents, twice)
-        if sum(len(shard_removals.documents) for shard_removals in removals_found.values()) == sum(
-            shard_info.documents for shard_info in infos_by_name.values()
-        ):
+        named_count = sum(len(shard_removals.documents) for shard_removals in removals_found.values())
+        if named_count == sum(shard_info.documents for shard_info in infos_by_name.values()):
             last_line = max(lines[-1].number for lines in self.lines.values())
             raise DataError(
                 f"{self.path} names every document of the corpus: nothing would be left; delete its line {last_line}, "
@@ -207,10 +202,8 @@ class PrunePlan:
                     f"which has {count_noun(count, 'document')}, counted from 0"
                 )
             if document in whole and not twice:
-                raise DataError(
-                    f"{self.path} lines {whole[document]} and {line_number} name the same document: "
-                    f"{document} of {shard}; delete one"
-                )
+                both_lines = f"{self.path} lines {whole[document]} and {line_number}"
+                raise DataError(f"{both_lines} name the same document: {document} of {shard}; delete one")
             if document_span is None:
                 whole[document] = line_number
             else:
@@ -314,12 +307,10 @@ def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
     """Shard and content of plain and JSON lines; keys are stored in the plan."""
     for line_number, text_line in enumerate(lines, start=1):
         line_match = _LINE.fullmatch(text_line)
-        if line_match and (
-            plan.lines or not line_match[1].endswith(":")
-        ):  # `format: 1` is a key only before the first document
-            shard_text = line_match[1]
+        # `format: 1` is a key only before the first document.
+        if line_match and (plan.lines or not line_match[1].endswith(":")):
             line_span = None if line_match[3] is None else (int(line_match[3]), int(line_match[4]))
-            shard = _unquoted(plan.path, line_number, shard_text) if shard_text[0] == '"' else shard_text
+            shard = _unquoted(plan.path, line_number, line_match[1])
             yield shard, PlanLine(line_number, int(line_match[2]), line_span)
             continue
         text_line = text_line.strip()
@@ -331,20 +322,16 @@ def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
             except (ValueError, RecursionError):
                 _bad(plan.path, line_number, text_line)
         elif not plan.lines and (key_match := _KEY.fullmatch(text_line)):
-            _take(plan, line_number, key_match[1], _unquoted(plan.path, line_number, key_match[2]))
+            key, value = key_match[1], _unquoted(plan.path, line_number, key_match[2])
+            if key == "format" and value != FORMAT:
+                known = f"this megastable reads format {FORMAT}"
+                raise DataError(f"{plan.path} line {line_number}: format {make_visible(value, 20)}, {known}")
+            if key == "corpus":
+                plan.corpus = Path(value)
+            elif key == "fingerprint":
+                plan.fingerprint = value
         else:
             _bad(plan.path, line_number, text_line)
-
-
-def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
-    if key == "format" and value != FORMAT:
-        raise DataError(
-            f"{plan.path} line {number}: format {make_visible(value, 20)}, this megastable reads format {FORMAT}"
-        )
-    if key == "corpus":
-        plan.corpus = Path(value)
-    elif key == "fingerprint":
-        plan.fingerprint = value
 
 
 def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, PlanLine]]:
@@ -361,24 +348,12 @@ def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Plan
 
 def _line_of_row(path: Path, number: int, line: str, row: Mapping[str, Any]) -> tuple[str, PlanLine]:
     """Shard and content of a row of a table, or of a JSON object: a document, or a span of it with both ends."""
-    try:
-        shard, given_cells = (
-            row["shard"],
-            [row.get(column_name) for column_name in ("document", "first", "end")],
-        )
-    except KeyError:
-        _bad(path, number, line)
-    cell_texts = [
-        "" if cell_text is None else str(cell_text).strip().replace(",", "") for cell_text in given_cells
-    ]
-    filled_cells = [bool(cell_text) for cell_text in cell_texts]
-    whole_pattern, span = [True, False, False], [True, True, True]
+    cells = [row.get(column_name) for column_name in ("document", "first", "end")]
+    cell_texts = ["" if cell is None else str(cell).strip().replace(",", "") for cell in cells]
     number_texts = [cell_text for cell_text in cell_texts if cell_text]
-    if not (
-        isinstance(shard, str)
-        and filled_cells in (whole_pattern, span)
-        and all(re.fullmatch("[0-9]{1,18}", cell_text) for cell_text in number_texts)
-    ):
+    shard, is_whole, is_span = row.get("shard"), cell_texts[1:] == ["", ""], "" not in cell_texts
+    are_numbers = all(re.fullmatch("[0-9]{1,18}", cell_text) for cell_text in number_texts)
+    if not (isinstance(shard, str) and number_texts and (is_whole or is_span) and are_numbers):
         _bad(path, number, line)
     document, *span_ends = map(int, number_texts)
     return shard.strip(), PlanLine(number, document, (span_ends[0], span_ends[1]) if span_ends else None)

@@ -90,10 +90,9 @@ class Pruned(BaseModel):
     def __str__(self) -> str:
         gone = gone_text(self.documents, self.tokens, self.cut, self.added)
         left = f"{count_noun(self.documents_left, 'document')} and {count_noun(self.tokens_left, 'token')} are left"
-        lost_lines = [
-            f"\nthe shard {cut.shard} is gone: nothing of it remained" for cut in self.shards if not cut.left
-        ]
-        return f"{gone}, {left}{''.join(lost_lines)}"
+        lost_shards = [cut.shard for cut in self.shards if not cut.left]
+        lost = "".join(f"\nthe shard {shard} is gone: nothing of it remained" for shard in lost_shards)
+        return f"{gone}, {left}{lost}"
 
     def add_seal(self) -> Pruned:
         return self.model_copy(update={"seal": self._digest()})
@@ -115,10 +114,9 @@ class Pruned(BaseModel):
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}: restore it") from error
         except ValidationError as error:
-            field_named = ".".join(map(str, error.errors()[0]["loc"])) or "it"
-            raise DataError(
-                f"{path} is damaged ({field_named}: {error.errors()[0]['msg']}): prune again"
-            ) from error
+            detail = error.errors()[0]
+            field_named = ".".join(map(str, detail["loc"])) or "it"
+            raise DataError(f"{path} is damaged ({field_named}: {detail['msg']}): prune again") from error
         if pruned_found.seal != pruned_found._digest() or file_content != pruned_found._text():
             raise DataError(f"{path} was changed after it was written: prune again")
         return pruned_found
@@ -161,10 +159,8 @@ class MapWriter:
         rows = Rows.of_gaps(first, count, gaps)
         names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
         number_columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
-        map_table = pa.table(
-            [names, pa.array(rows.old), *number_columns, pa.array(rows.closed), pa.array(rows.opened)],
-            schema=SCHEMA,
-        )
+        mark_columns = [pa.array(rows.closed), pa.array(rows.opened)]
+        map_table = pa.table([names, pa.array(rows.old), *number_columns, *mark_columns], schema=SCHEMA)
         self._writer.write_table(map_table, row_group_size=max(rows.old.size, 1))
 
     def close(self) -> None:

@@ -143,9 +143,8 @@ def band_keys(table: Signatures, bands: int, rows: int) -> UInt64s:
     band_hashes = np.zeros((len(table), bands), np.uint64)
     band_rows = table[:, : bands * rows].reshape(len(table), bands, rows).astype(np.uint64)
     for row in range(rows):
-        band_hashes = mix_bits(
-            band_hashes * np.uint64(0x9E3779B97F4A7C15) + band_rows[:, :, row] + np.uint64(1)
-        )
+        row_values = band_rows[:, :, row] + np.uint64(1)
+        band_hashes = mix_bits(band_hashes * np.uint64(0x9E3779B97F4A7C15) + row_values)
     band_salts: UInt64s = np.arange(bands, dtype=np.uint64)
     return mix_bits(band_hashes + band_salts)
 
@@ -307,9 +306,8 @@ def find_near(
     copy_records = np.empty(len(found), COPY)
     for batch_start in range(0, len(found), BATCH):
         pair_batch = found[batch_start : batch_start + BATCH]
-        copy_records["similarity"][batch_start : batch_start + BATCH] = look.similarities(
-            pair_batch[:, 1], pair_batch[:, 0]
-        )
+        similarities_found = look.similarities(pair_batch[:, 1], pair_batch[:, 0])
+        copy_records["similarity"][batch_start : batch_start + BATCH] = similarities_found
     copy_records["document"], copy_records["of"], copy_records["near"] = found[:, 0], found[:, 1], True
     copy_records["tokens"] = [look.tokens_of(document) for document in found[:, 0].tolist()]
     return copy_records
@@ -337,8 +335,8 @@ class _Groups:
     def members(self) -> Int64s:
         """(document, first of its group) of all but the first ones, ascending: int64 [n, 2]."""
         root_pairs = [(document, self.root(document)) for document in sorted(self.parent)]
-        member_pairs = [member_pair for member_pair in root_pairs if member_pair[0] != member_pair[1]]
-        return np.array(member_pairs, dtype=np.int64).reshape(-1, 2)
+        members = [(document, root) for document, root in root_pairs if document != root]
+        return np.array(members, dtype=np.int64).reshape(-1, 2)
 
 
 class _Look:
@@ -350,7 +348,6 @@ class _Look:
         self.shards, self.units, self.folder, self.threshold = shards, units, folder, threshold
         self.firsts = np.array([unit.before + unit.first_document for unit in units], dtype=np.int64)
         self.budget = BUDGET
-        self._held: tuple[int, Int64s] | None = None
         self._table = lru_cache(maxsize=64)(self._open)
         self._span = lru_cache(maxsize=1 << 16)(self._find)
 
@@ -361,7 +358,12 @@ class _Look:
         for pass_number in range(pass_count):
             share_parts = [np.empty(0, BAND)]
             for unit, first in zip(self.units, self.firsts.tolist()):
-                chosen = self._signed(unit, first, copied)
+                # Those that have a signature, without those `copied`, counted from the first of the unit.
+                edges = self.shards[unit.shard].document_edges(unit.first_document, unit.documents)
+                is_signed = np.diff(edges) >= GRAM
+                low_index, high_index = np.searchsorted(copied, (first, first + unit.documents))
+                is_signed[copied[low_index:high_index] - first] = False
+                chosen = np.flatnonzero(is_signed)
                 keys = band_keys(self._table(unit.number)[chosen], band_count, row_count).ravel()
                 mine = keys % np.uint64(pass_count) == pass_number
                 records = np.empty(int(mine.sum()), BAND)
@@ -372,13 +374,6 @@ class _Look:
                 pair_batch = candidate_pairs[batch_start : batch_start + BATCH]
                 are_alike = self.similarities(pair_batch["one"], pair_batch["other"]) >= self.threshold
                 yield from zip(pair_batch["one"][are_alike].tolist(), pair_batch["other"][are_alike].tolist())
-
-    def _signed(self, unit: Unit, first: int, copied: Int64s) -> Int64s:
-        """The documents of a unit that have a signature, without those `copied`, counted from its first."""
-        keep = np.diff(self.shards[unit.shard].document_edges(unit.first_document, unit.documents)) >= GRAM
-        low_index, high_index = np.searchsorted(copied, (first, first + unit.documents))
-        keep[copied[low_index:high_index] - first] = False
-        return np.flatnonzero(keep)
 
     def similarities(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
         """Similarities of pairs, float64 [n]: by their texts if those are short and near the threshold."""
@@ -403,10 +398,8 @@ class _Look:
         unique_documents, places = np.unique(np.concatenate([one, other]), return_inverse=True)
         texts = []
         for document_number in unique_documents.tolist():
-            first_token, token_count = self._span(document_number)
-            texts.append(
-                self.shards[self._place(document_number)[0].shard].read_raw(first_token, token_count)
-            )
+            shard = self.shards[self._place(document_number)[0].shard]
+            texts.append(shard.read_raw(*self._span(document_number)))
         text_edges = np.cumsum([0, *map(len, texts)])
         return similarities(np.concatenate(texts), text_edges, places[: len(one)], places[len(one) :])
 
@@ -428,9 +421,8 @@ class _Look:
         unit_numbers = np.searchsorted(self.firsts, documents, side="right") - 1
         for unit_number in np.unique(unit_numbers).tolist():
             in_unit = unit_numbers == unit_number
-            signatures_found[in_unit] = self._table(unit_number)[
-                documents[in_unit] - self.firsts[unit_number]
-            ]
+            table_rows = documents[in_unit] - self.firsts[unit_number]
+            signatures_found[in_unit] = self._table(unit_number)[table_rows]
         return signatures_found
 
     def _open(self, number: int) -> Signatures:
@@ -445,9 +437,7 @@ def _load(path: Path, documents: int) -> Signatures | None:
     """Signatures, mapped; None if they are missing or of another number of documents."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        return None
-    except (ValueError, EOFError):
+    except (FileNotFoundError, ValueError, EOFError):
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -472,9 +462,7 @@ def _candidates(part: Records) -> Records:
         pairs_found.append((later_entries - places_back, later_entries))
     later_entries = np.flatnonzero((size > SMALL) & (bucket_place > 1))
     pairs_found.append((later_entries - bucket_place[later_entries], later_entries))
-    pair_records = np.empty(sum(len(one) for one, _ in pairs_found), PAIR)
-    pair_records["one"] = part["document"][np.concatenate([one for one, _ in pairs_found])]
-    pair_records["other"] = part["document"][
-        np.concatenate([second_entries for _, second_entries in pairs_found])
-    ]
+    earlier, later = (np.concatenate(entries) for entries in zip(*pairs_found, strict=True))
+    pair_records = np.empty(len(earlier), PAIR)
+    pair_records["one"], pair_records["other"] = part["document"][earlier], part["document"][later]
     return np.unique(pair_records[pair_records["one"] != pair_records["other"]])

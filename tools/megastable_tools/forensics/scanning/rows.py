@@ -29,9 +29,7 @@ from megastable_tools.forensics.scanning.units import (
 
 EMPTY = "empty"  # the kind of a document without tokens, which is not measured
 ALL_KINDS = (*KINDS, EMPTY)
-LARGEST = (
-    "run",
-)  # features whose value for a document is the maximum of its pieces; for others it is the mean by tokens
+LARGEST = ("run",)  # features whose value for a document is the maximum of its pieces, not the mean by tokens
 
 COMPRESSED = 1 << 16  # leading bytes of a document that are compressed
 LEVEL = 1  # of zstd
@@ -90,7 +88,7 @@ def measure_rows(
         worst_pieces.look(piece_block.owner, begins, judged_block, piece_block.first_token)
     features = (feature_sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
     features[:, largest] = feature_peaks
-    high_hashes, low_hashes = document_hashes.columns()
+    hash_halves = document_hashes.digests.astype(np.uint64)
     row_columns = {
         "shard": encode_names(np.zeros(len(lengths), np.int8), [shard.name]),
         "document": np.arange(first, first + len(lengths)),
@@ -102,8 +100,8 @@ def measure_rows(
         "value": worst_pieces.value,
         "piece": worst_pieces.first,
         "piece_tokens": worst_pieces.tokens,
-        "high": high_hashes,
-        "low": low_hashes,
+        "high": hash_halves[:, 0],
+        "low": hash_halves[:, 1],
         "compression": compression,
         **{feature_name: features[:, feature_column] for feature_column, feature_name in enumerate(NAMES)},
     }
@@ -162,10 +160,8 @@ def sample_with_keys(
 ) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
     """The sample with its tokens and keys, for a yardstick. keys_of: whole documents, by tokens and edges."""
     for shard, edges, _, key in keyed_sample(shards, most):
-        tokens, inner_edges = (
-            shard.read_raw(int(edges[0]), int(edges[-1] - edges[0])),
-            np.unique(edges - edges[0]),
-        )
+        tokens = shard.read_raw(int(edges[0]), int(edges[-1] - edges[0]))
+        inner_edges = np.unique(edges - edges[0])
         yield tokens, inner_edges, keys_of(tokens, inner_edges) if key is None else np.array([key], np.uint64)
 
 
@@ -182,16 +178,11 @@ def _compress(block: PieceBlock, compression: npt.NDArray[np.float32]) -> None:
     byte_view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
     begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
     byte_edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
-    compress = _compressor().compress
+    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=False)
     for document, (byte_begin, end) in zip(block.owner[begins].tolist(), pairwise(byte_edges), strict=True):
         if not compression[document]:  # for a document of several blocks its first one counts
             size = min(end - byte_begin, COMPRESSED)
-            compression[document] = size / len(compress(byte_view[byte_begin : byte_begin + size]))
-
-
-@cache
-def _compressor() -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=False)
+            compression[document] = size / len(compressor.compress(byte_view[byte_begin : byte_begin + size]))
 
 
 class _Worst:
@@ -227,7 +218,7 @@ class _Hashes:
 
     def __init__(self, shard: str, first: int, lengths: Int64s) -> None:
         self._shard, self._first, self._lengths = shard, first, lengths
-        self._digests = np.zeros((len(lengths), 2), dtype=">u8")
+        self.digests = np.zeros((len(lengths), 2), dtype=">u8")
         self._open: tuple[int, xxhash.xxh3_128] | None = None
 
     def add(self, tokens: Raw, edges: Int64s, owner: Int64s) -> UInt64s:
@@ -239,15 +230,11 @@ class _Hashes:
             if self._open is None or self._open[0] != long_document:
                 self._open = long_document, xxhash.xxh3_128()
             self._open[1].update(tokens.data.cast("B"))
-            self._digests[long_document] = np.frombuffer(self._open[1].digest(), ">u8")
+            self.digests[long_document] = np.frombuffer(self._open[1].digest(), ">u8")
             return np.full(len(owner), long_key(self._shard, self._first + long_document), np.uint64)
-        self._digests[block_documents] = _digests(tokens, np.append(edges[begins], edges[-1]))
-        return np.repeat(
-            self._digests[block_documents, 1].astype(np.uint64), np.diff(np.append(begins, len(owner)))
-        )
-
-    def columns(self) -> tuple[UInt64s, UInt64s]:
-        return self._digests[:, 0].astype(np.uint64), self._digests[:, 1].astype(np.uint64)
+        self.digests[block_documents] = _digests(tokens, np.append(edges[begins], edges[-1]))
+        keys = self.digests[block_documents, 1].astype(np.uint64)
+        return np.repeat(keys, np.diff(np.append(begins, len(owner))))
 
 
 @lru_cache(maxsize=1)

@@ -50,7 +50,6 @@ from megastable_tools.forensics.scanning.scanned import (
     STEP,
     THRESHOLDS,
     USUAL,
-    Bars,
     CopyFacts,
     Scan,
     ScanSummary,
@@ -117,27 +116,20 @@ def scan_shards(
         )
     for scanned_shelf in (shelf, against):
         if scanned_shelf is not None and not scanned_shelf.tokens:
-            raise DataError(
-                f"{scanned_shelf.name} has no tokens in {count_noun(len(scanned_shelf.shards), 'shard')}: there "
-                "is nothing "
-                "to scan"
-            )
+            shard_count = count_noun(len(scanned_shelf.shards), "shard")
+            raise DataError(f"{scanned_shelf.name} has no tokens in {shard_count}: there is nothing to scan")
     shelf_warnings = _compare(shelf, against)
+    # The sizes and times of all files, as a manifest does not show later changes of a file.
+    all_shards = [*shelf.shards, *(against.shards if against else ())]
+    shard_stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in all_shards]
     asked_settings = {
         "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
-        "files": _files(shelf, against),
+        "files": xxhash.xxh3_128_hexdigest(repr(shard_stamps).encode()),
     }  # fmt: skip
     with resumable_map.occupy_folder(folder, asked_settings, again):
         scan_job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, shelf_warnings)
         return scan_job.finished() or scan_job.run()
-
-
-def _files(*shelves: Shelf | None) -> str:
-    """A hash of the sizes and times of all files: a manifest does not show later changes of a file."""
-    all_shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
-    shard_stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in all_shards]
-    return xxhash.xxh3_128_hexdigest(repr(shard_stamps).encode())
 
 
 def _tokenizer(shelf: Shelf) -> str:
@@ -205,18 +197,23 @@ class _ScanJob:
         self.units = list(split_into_units(self.shelf.shards, unit_size(self.shelf.tokens)))
         yardstick, usual_summary = self._yardstick()
         ready_time = time.monotonic()
-        measured_tokens = self._measure()
-        measuring_seconds = time.monotonic() - ready_time
+        changed_time = (self.folder / resumable_map.YARDSTICK).stat().st_mtime_ns
+        measure_unit = partial(_measure_unit, folder=self.folder, changed=changed_time)
+        keep_unit = partial(keep_rows, measure=measure_unit, folder=self.folder)
+        measured_tokens = self._map(keep_unit, "scanning", "scanned")
+        measured_time = time.monotonic()
         exact_copies, near_copies = self._duplicates()
-        scan = self._result(yardstick, usual_summary, self._summarise(), exact_copies, near_copies)
-        scan = scan.model_copy(
-            update={
-                "yardstick_seconds": ready_time - begin_time,
-                "seconds": measuring_seconds,
-                "measured_tokens": measured_tokens,
-                "duplicates_seconds": time.monotonic() - ready_time - measuring_seconds,
-            }
-        )
+        scan_summary = ScanSummary(self.top)
+        for unit, rows in zip(self.units, self._read_rows()):
+            unit_summary = tally_rows(rows, unit.shard, unit.before, self.shelf.documents, self.top)
+            scan_summary.add_summary(unit_summary)
+        timings = {
+            "yardstick_seconds": ready_time - begin_time,
+            "seconds": measured_time - ready_time,
+            "measured_tokens": measured_tokens,
+            "duplicates_seconds": time.monotonic() - measured_time,
+        }
+        scan = self._result(yardstick, usual_summary, scan_summary, exact_copies, near_copies, timings)
         scan.save_result(self.folder)
         return scan
 
@@ -246,26 +243,13 @@ class _ScanJob:
                 meter.show_progress(done, count, done)
         return yardstick, usual
 
-    def _measure(self) -> int:
-        """Complete the rows of all units; how many tokens were measured for it."""
-        changed_time = (self.folder / resumable_map.YARDSTICK).stat().st_mtime_ns
-        measure_unit = partial(_measure_unit, folder=self.folder, changed=changed_time)
-        keep_unit = partial(keep_rows, measure=measure_unit, folder=self.folder)
-        return self._map(keep_unit, "scanning", "scanned")
-
     def _map(self, keep: Callable[[Unit], KeptPart], doing: str, done: str) -> int:
+        """Complete the part of every unit; how many tokens were measured for it."""
         labels, total_tokens = (doing, done), self.shelf.tokens
-        return map_documents(
+        _, measured_tokens = map_documents(
             self.units, keep, total_tokens, labels=labels, progress=self.progress, workers=self.workers
-        )[1]
-
-    def _summarise(self) -> ScanSummary:
-        scan_summary = ScanSummary(self.top)
-        for unit, unit_rows in zip(self.units, self._read_rows()):
-            scan_summary.add_summary(
-                tally_rows(unit_rows, unit.shard, unit.before, self.shelf.documents, self.top)
-            )
-        return scan_summary
+        )
+        return measured_tokens
 
     def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         return resumable_map.read_parts(self.folder, len(self.units), "scan again", columns)
@@ -290,40 +274,29 @@ class _ScanJob:
             yield hash_records
 
     def _result(
-        self,
-        yardstick: Yardstick,
-        usual: ScanSummary,
-        found: ScanSummary,
-        copies: Records,
-        near: Records | None,
-    ) -> Scan:
+        self, yardstick: Yardstick, usual: ScanSummary, found: ScanSummary, copies: Records, near: Records | None,
+        timings: dict[str, Any],
+    ) -> Scan:  # fmt: skip
         shelf, before = self.shelf, 0
         shard_facts = []
         for shard in shelf.shards:
-            shard_facts.append(
-                ShardFacts(name=shard.name, documents=shard.documents, tokens=shard.tokens, before=before)
-            )
+            facts = ShardFacts(name=shard.name, documents=shard.documents, tokens=shard.tokens, before=before)
+            shard_facts.append(facts)
             before += shard.documents
-        empty = int(found.lengths[0])
-        kind_counts = found.by_kind()
         times = measure_excess(usual)
         length_counts = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
         return Scan(
             name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
             vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
-            shards=shard_facts, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
-            sample_documents=usual.count_above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kind_counts,
-            quantiles=found.compute_quantiles(SHARES),
-            histograms={name: Bars(edges=bar_edges, counts=bar_counts) for name,
-            (bar_edges, bar_counts) in found.draw_histograms().items()},
-            lengths=length_counts.tolist(), score_step=STEP,
+            shards=shard_facts, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens,
+            empty=int(found.lengths[0]), sample_documents=usual.count_above(0.0)[0],
+            sample_tokens=int(usual.tokens.sum()), kinds=found.by_kind(), quantiles=found.compute_quantiles(SHARES),
+            histograms=found.draw_histograms(), lengths=length_counts.tolist(), score_step=STEP,
             scores=found.count_by_score().tolist(), advised=advise_score(found, times),
             thresholds=_thresholds(found, usual, times),
-            top=self.top,
-            worst=[_worst(worst_row, yardstick) for worst_row in found.worst],
+            top=self.top, worst=[_worst(worst_row, yardstick) for worst_row in found.worst],
             copies=CopyFacts.of_copies(copies), near=None if near is None else CopyFacts.of_copies(near),
-            near_threshold=self.threshold if self.near else None, workers=self.workers, seconds=0.0,
-            measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
+            near_threshold=self.threshold if self.near else None, workers=self.workers, **timings,
             warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
         )  # fmt: skip
 
@@ -334,9 +307,8 @@ def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Th
     threshold_table = []
     for score in sorted({*THRESHOLDS, advise_score(found, times) or THRESHOLDS[0]}):
         documents_above, tokens_above = found.count_above(score)
-        kinds = {
-            kind: found.count_above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)
-        }
+        counted_kinds = [kind for kind in found.by_kind() if kind not in (EMPTY, USUAL)]
+        kinds = {kind: found.count_above(score, kind)[0] for kind in counted_kinds}
         threshold_table.append(
             Threshold(
                 score=score, documents=documents_above, tokens=tokens_above, share=documents_above / max(full_count, 1),
@@ -359,20 +331,17 @@ def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
 
 def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
     """Of the tokenizer of either: `_compare` has checked that they are the same, or assumed so."""
-    tokenizer = reference.tokenizer or shelf.tokenizer
-    vocabulary_size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
-    return Lexicon.of_tokenizer(
-        tokenizer, vocabulary_size, shelf.eod if reference.eod is None else reference.eod
-    )
-
-
-def _vocabulary(shelf: Shelf) -> int:
-    """Number of ids if unknown: the power of two above all ids of a sample. With the largest id itself, every rare id
-    missing from the sample would be outside the vocabulary."""
-    largest = 0
-    for shard, edges, _ in sample_documents(shelf.shards):
-        largest = max(largest, int(shard.read_raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
-    return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
+    vocabulary_size = reference.vocab_size or shelf.vocab_size
+    if not vocabulary_size:
+        # The power of two above all ids of a sample. With the largest id itself, every rare id missing from the sample
+        # would be outside the vocabulary.
+        largest = 0
+        for shard, edges, _ in sample_documents(reference.shards):
+            some_ids = shard.read_raw(int(edges[0]), int(edges[-1] - edges[0]))
+            largest = max(largest, int(some_ids.max(initial=0)))
+        vocabulary_size = min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
+    eod = shelf.eod if reference.eod is None else reference.eod
+    return Lexicon.of_tokenizer(reference.tokenizer or shelf.tokenizer, vocabulary_size, eod)
 
 
 def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSummary) -> list[str]:

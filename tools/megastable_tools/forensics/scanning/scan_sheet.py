@@ -55,16 +55,13 @@ def scan_sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = N
         columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
     sheet_rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
     text_passages = {row_number: [worst_passage(row, shelf)] for row_number, row in enumerate(worst)}
+    # With the folder, if it has another name than the corpus: so it is of copies, planted or pruned.
+    of_folder = "" if shelf.folder_name == scan.name else f" ({shelf.directory})"
     return Sheet(
-        title=_title(scan, shelf), lead=_lead(scan), facts=_facts(scan), columns=columns, rows=sheet_rows,
+        title=f"Scan of {scan.name}{of_folder}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=sheet_rows,
         passages=text_passages, histograms=_histograms(scan),
         notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score", data=_data(scan),
     )  # fmt: skip
-
-
-def _title(scan: Scan, shelf: Shelf) -> str:
-    """With the folder, if it has another name than the corpus: so it is of copies, planted or pruned."""
-    return f"Scan of {scan.name}" + ("" if shelf.folder_name == scan.name else f" ({shelf.directory})")
 
 
 def worst_passage(row: WorstDocument, shelf: Shelf) -> Passage:
@@ -110,10 +107,8 @@ def _lead(scan: Scan) -> list[str]:
             f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
         )
     if scan.copies.documents:
-        lead_lines.append(
-            f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
-            f"{count_noun(scan.copies.tokens, 'token')}."
-        )
+        copies_text = f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it"
+        lead_lines.append(f"{copies_text}: {count_noun(scan.copies.tokens, 'token')}.")
     if scan.near is not None and scan.near.documents:
         lead_lines.append(
             f"{_number(scan.near.documents, 'more document')} an earlier one that is at least "
@@ -132,6 +127,7 @@ def _sorts(line: Threshold) -> str:
 
 
 def _facts(scan: Scan) -> list[tuple[str, str]]:
+    sample = f"{count_noun(scan.sample_documents, 'document')}, {count_noun(scan.sample_tokens, 'token')}"
     scan_facts = [
         ("documents", f"{scan.documents:,}"),
         ("tokens", f"{scan.tokens:,}"),
@@ -139,10 +135,7 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         ("near duplicates", "not looked for" if scan.near is None else f"{scan.near.documents:,}"),
         ("without tokens", f"{scan.empty:,}"),
         ("reference", scan.against or "itself"),
-        (
-            "sample",
-            f"{count_noun(scan.sample_documents, 'document')}, {count_noun(scan.sample_tokens, 'token')}",
-        ),
+        ("sample", sample),
     ]
     last_documents = None
     for threshold_line in scan.thresholds:
@@ -152,10 +145,10 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         last_documents = threshold_line.documents
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
-        speed = (
-            f"{show_duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
-        )
-        scan_facts.append(("time", f"{speed}; {show_duration(scan.yardstick_seconds)} to learn the baseline"))
+        speed = f"{scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
+        duration = show_duration(scan.seconds)
+        baseline_time = f"{show_duration(scan.yardstick_seconds)} to learn the baseline"
+        scan_facts.append(("time", f"{duration}, {speed}; {baseline_time}"))
     return scan_facts
 
 
@@ -180,8 +173,14 @@ def _data(scan: Scan) -> dict[str, Any]:
 def _above(line: Threshold, scan: Scan) -> str:
     document_text = f"{count_noun(line.documents, 'document')} ({line.share:.3%})"
     line_text = f"{document_text}, {count_noun(line.tokens, 'token')}{_sorts(line)}"
-    reference_text = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
-    return f"{line_text}; {_false(line)}{reference_text}"
+    if not scan.against:
+        return f"{line_text}; {_false(line)}"
+    # The share of a good corpus that scores as high: measured false positives. None of n: the share is below 3 / n with
+    # 95 % confidence ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
+    held = f"{line.usual:.3%}"
+    if not line.usual and scan.sample_documents:
+        held = f"below {min(1.0, 3 / scan.sample_documents):.3%}"
+    return f"{line_text}; {_false(line)}; of {scan.against} {held}"
 
 
 def _false(line: Threshold) -> str:
@@ -189,14 +188,6 @@ def _false(line: Threshold) -> str:
     if line.ordinary >= line.documents:
         return "all may be false positives" if line.documents else "no false positive"
     return f"expected false positives: {'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'}"
-
-
-def _held(line: Threshold, scan: Scan) -> str:
-    """The share of a good corpus that scores as high: measured false positives."""
-    if line.usual or not scan.sample_documents:
-        return f"{line.usual:.3%}"
-    # None of n: the share is below 3 / n with 95 % confidence ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
-    return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
 
 
 def _histograms(scan: Scan) -> list[Histogram]:
@@ -232,10 +223,8 @@ def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
         return [f"Kept in {kept}."]
     quoted_corpus, quoted_scan = shlex.quote(str(shelf.directory)), shlex.quote(str(kept))
     plan = f"megastable prune plan {quoted_corpus} --scan {quoted_scan} --score {scan.advised:g} --spans"
-    return [
-        f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more:",
-        CommandNote(plan),
-    ]
+    what_to_do = f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more:"
+    return [what_to_do, CommandNote(plan)]
 
 
 def _notes(scan: Scan) -> list[str]:

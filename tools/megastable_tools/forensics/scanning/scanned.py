@@ -96,8 +96,8 @@ class ScanSummary:
         """Quantiles of each of TOLD, over the sampled documents."""
         return {name: np.quantile(values, shares).tolist() for name, values in self._columns() if len(values)}
 
-    def draw_histograms(self) -> dict[str, tuple[list[float], list[int]]]:
-        """(edges, counts) of each column except the score over the sampled documents; outliers are in the end bars."""
+    def draw_histograms(self) -> dict[str, Bars]:
+        """Of each column except the score over the sampled documents; outliers are in the end bars."""
         histograms_found = {}
         for column_name, column_values in self._columns():
             if column_name == "score" or not len(column_values):
@@ -105,7 +105,7 @@ class ScanSummary:
             low_edge, high_edge = np.quantile(column_values, (0.002, 0.998)).astype(np.float64)
             edges = np.linspace(low_edge, high_edge if high_edge > low_edge else low_edge + 1.0, BARS + 1)
             counts, _ = np.histogram(np.clip(column_values, edges[0], edges[-1]), edges)
-            histograms_found[column_name] = edges.tolist(), counts.tolist()
+            histograms_found[column_name] = Bars(edges=edges.tolist(), counts=counts.tolist())
         return histograms_found
 
     def _columns(self) -> Iterator[tuple[str, npt.NDArray[np.float64]]]:
@@ -132,13 +132,10 @@ def tally_rows(rows: pa.Table, place: int, before: int, total: int, top: int) ->
     length_power = np.where(token_counts > 0, np.frexp(token_counts.astype(np.float64))[1], 0)
     numbers = (rows["document"].to_numpy() + before).astype(np.uint64)
     share = min(1.0, SAMPLED / max(total, 1))
-    chosen_rows = np.flatnonzero(
-        (mix_bits(numbers) <= np.uint64(share * (2**64 - 2048))) & (token_counts > 0)
-    )
-    part = rows.take(chosen_rows)
+    is_chosen = mix_bits(numbers) <= np.uint64(share * (2**64 - 2048))
+    part = rows.take(np.flatnonzero(is_chosen & (token_counts > 0)))
     sampled = np.stack([part[column_name].to_numpy() for column_name in TOLD], axis=1).astype(np.float32)
-    worst_count = min(top, len(score))
-    worst_rows = np.argsort(-score, kind="stable")[:worst_count]
+    worst_rows = np.argsort(-score, kind="stable")[:top]
     worst_rows = worst_rows[score[worst_rows] > 0]
     return ScanSummary(
         top, documents, token_weights.reshape(-1, BINS), np.bincount(length_power, minlength=LENGTHS), [sampled],
@@ -327,10 +324,7 @@ class SuspectDocument:
 
 
 def find_suspects(
-    folder: Path,
-    least: float | None = None,
-    kinds: Collection[str] | None = None,
-    duplicates: bool = False,
+    folder: Path, least: float | None = None, kinds: Collection[str] | None = None, duplicates: bool = False
 ) -> Iterator[SuspectDocument]:
     """The documents of a scan that are odd, in the order of the shards; memory grows with the copies only.
 
@@ -359,16 +353,13 @@ def find_suspects(
         copy_by_row = dict(zip((copied["document"] - first).tolist(), copied))
         chosen = np.union1d(np.flatnonzero(high), np.fromiter(copy_by_row, np.int64)).astype(np.int64)
         for index, row in zip(chosen.tolist(), rows.select(COLUMNS).take(chosen).to_pylist()):
-            why = (
-                []
-                if not high[index]
-                else ["it has no tokens" if row["kind"] == EMPTY else explain_row(yardstick, row)]
-            )
-            called = row["kind"]
+            why, called = [], row["kind"]
+            if high[index]:
+                why = ["it has no tokens" if row["kind"] == EMPTY else explain_row(yardstick, row)]
             if index in copy_by_row:
-                text, sort = _copy(scan, copy_by_row[index])
-                why.append(text)
-                called = called if high[index] else sort
+                copy_text, copy_kind = _copy(scan, copy_by_row[index])
+                why.append(copy_text)
+                called = called if high[index] else copy_kind
             yield SuspectDocument(
                 shard, row["document"], row["first_token"], row["tokens"], row["score"], called, "; ".join(why),
                 row["piece"] if high[index] else row["first_token"],

@@ -92,17 +92,9 @@ def split_into_units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
                     f"{shard.idx_path}: document {end} begins before one that precedes it: write the shard again"
                 )
             yield Unit(
-                unit_number,
-                shard_index,
-                before,
-                shard_prefix,
-                shard.info,
-                shard_stamp,
-                first_document,
-                end - first_document,
-                first_token,
-                end_token - first_token,
-            )
+                unit_number, shard_index, before, shard_prefix, shard.info, shard_stamp, first_document,
+                end - first_document, first_token, end_token - first_token,
+            )  # fmt: skip
             first_document, first_token, unit_number = end, end_token, unit_number + 1
         before += shard.documents
 
@@ -169,12 +161,8 @@ def read_blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
             # The last document continues in the next block, which begins with it.
             end = int(np.searchsorted(owner, owner[end]))
         first, count = int(edges[filled[0]] + pieces[begin]), int(pieces[end] - pieces[begin])
-        yield PieceBlock(
-            shard.read_raw(first, count),
-            pieces[begin : end + 1] - pieces[begin],
-            filled[owner[begin:end]],
-            first,
-        )
+        piece_edges = pieces[begin : end + 1] - pieces[begin]
+        yield PieceBlock(shard.read_raw(first, count), piece_edges, filled[owner[begin:end]], first)
         begin = end
 
 

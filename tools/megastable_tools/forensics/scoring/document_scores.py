@@ -79,16 +79,11 @@ def pick_listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
     if shelf.manifest is not None and shelf.directory is not None:
         shard_removals = list_plan.check_removals(shelf.directory, shelf.manifest, twice=True)
         return {shard: document_numbers.touched for shard, document_numbers in shard_removals.items()}
-    documents_by_shard = {
-        shard: [plan_line.document for plan_line in lines] for shard, lines in list_plan.lines.items()
+    named_documents = {
+        shard: np.array([plan_line.document for plan_line in lines], np.int64)
+        for shard, lines in list_plan.lines.items()
     }
-    return check_picked(
-        shelf,
-        {
-            shard: np.array(document_numbers, np.int64)
-            for shard, document_numbers in documents_by_shard.items()
-        },
-    )
+    return check_picked(shelf, named_documents)
 
 
 def pick_between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
@@ -106,16 +101,7 @@ def pick_spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[s
         raise DataError(f"a sample of {count} documents: give at least 1")
     total = shelf.documents if among is None else sum(map(len, among.values()))
     wanted = (np.arange(min(count, total)) * total + total // 2) // max(min(count, total), 1)
-    if among is None:
-        return _by_shard(shelf, wanted)
-    documents_by_shard, before = {}, 0
-    for shard in shelf.shards:
-        shard_documents = among.get(shard.name, np.empty(0, np.int64))
-        wanted_inside = wanted[(wanted >= before) & (wanted < before + len(shard_documents))] - before
-        if wanted_inside.size:
-            documents_by_shard[shard.name] = shard_documents[wanted_inside]
-        before += len(shard_documents)
-    return documents_by_shard
+    return _by_shard(shelf, wanted, among)
 
 
 def check_picked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
@@ -155,9 +141,8 @@ def split_into_parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterat
     parcel_number = 0
     for shard in shelf.shards:
         documents = picked.get(shard.name, np.empty(0, np.int64))
-        bounds = np.array(
-            [shard.document_bounds(document_number) for document_number in documents.tolist()], np.int64
-        ).reshape(-1, 2)
+        own_bounds = [shard.document_bounds(document) for document in documents.tolist()]
+        bounds = np.array(own_bounds, np.int64).reshape(-1, 2)
         total = np.cumsum(bounds[:, 1] - bounds[:, 0])
         first_index = 0
         while first_index < len(documents):
@@ -168,14 +153,16 @@ def split_into_parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterat
             parcel_number, first_index = parcel_number + 1, end_index
 
 
-def _by_shard(shelf: Shelf, wanted: Int64s) -> dict[str, Int64s]:
-    """Documents counted over all shards, ascending, by shard."""
+def _by_shard(shelf: Shelf, wanted: Int64s, among: Picked | None = None) -> dict[str, Int64s]:
+    """Documents counted over all shards, or over those of `among`, ascending, by shard."""
     documents_by_shard, before = {}, 0
     for shard in shelf.shards:
-        wanted_inside = wanted[(wanted >= before) & (wanted < before + shard.documents)] - before
-        if wanted_inside.size:
-            documents_by_shard[shard.name] = wanted_inside
-        before += shard.documents
+        own_documents = None if among is None else among.get(shard.name, np.empty(0, np.int64))
+        count = shard.documents if own_documents is None else len(own_documents)
+        inside = wanted[(wanted >= before) & (wanted < before + count)] - before
+        if inside.size:
+            documents_by_shard[shard.name] = inside if own_documents is None else own_documents[inside]
+        before += count
     return documents_by_shard
 
 
@@ -204,9 +191,8 @@ def score_shelf(
     """Score documents of a shelf into `folder` (`scored.rows`); results of an earlier call are reused.
 
     documents: only these, as `pick_between` or `pick_listed` give them; sample: this many of them, evenly spread.
-    gradients: also
-    the norm of the gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a
-    forward pass.
+    gradients: also the norm of the gradient of each document's mean loss, at three times the cost. exact: in fp32.
+    batch: tokens of a forward pass.
     again: remove any earlier scores from `folder`.
 
     Raises CheckpointError for a checkpoint that cannot be used; DataError for shards that are damaged or of another
@@ -225,11 +211,57 @@ def score_shelf(
         "documents": digest_picked(documents),
     }  # fmt: skip
     with resumable_map.occupy_folder(folder, asked_settings, again):
-        score_work = _ScoreWork(scorer, shelf, folder, documents, progress)
-        score_work.measure()
-        score_result = score_work.result(precision)
+        if not shelf.documents:
+            raise DataError(f"{shelf.name} has no documents: there is nothing to score")
+        begin_time, total_tokens = time.monotonic(), shelf.tokens
+        parcel_size = max(PARCEL, -(-shelf.tokens // MOST_PARTS))
+        split_shelf = partial(split_into_parcels, shelf, documents, parcel_size)
+        if documents is not None:
+            total_tokens = sum(parcel.tokens for parcel in split_shelf())
+        keep_parcel = partial(keep_rows, measure=scorer.measure_parcel, folder=folder)
+        labels = ("scoring", "scored")
+        part_count, measured_tokens = map_documents(
+            split_shelf(), keep_parcel, total_tokens, labels=labels, progress=progress
+        )
+        seconds = time.monotonic() - begin_time
+        score_result = _sum_up(scorer, shelf, folder, part_count, precision, seconds, measured_tokens)
         score_result.save_result(folder)
     return score_result
+
+
+def _sum_up(
+    scorer: Scorer, shelf: Shelf, folder: Path, parts: int, precision: str, seconds: float, measured: int
+) -> Scores:
+    """What is said of all documents together, from the rows of all parts. seconds, measured: of this call, and the
+    tokens that it measured."""
+    column_names = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
+    row_parts = resumable_map.read_parts(folder, parts, "score again", column_names)
+    held = [[part_rows[name].to_numpy() for name in column_names] for part_rows in row_parts]
+    tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
+    model, first_loss = scorer.model, int(scorer.eod is None)
+    is_finite = np.isfinite(loss)
+    loss_counts = (tokens - first_loss)[is_finite].astype(np.float64)
+    total_nats = loss[is_finite] * loss_counts
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = np.where(bits[is_finite] > 0, total_nats / math.log(2) / bits[is_finite], 0.0)
+    bar_edges, bar_counts = loss_histogram(loss)
+    by, by_window = find_baselines(tokens, loss), find_baselines(length, worse)
+    z = judge_losses(by, tokens, loss)
+    is_high = np.fmax(z, judge_losses(by_window, length, worse)) >= ODD
+    is_high |= (length > 0) & ~np.isfinite(worse)
+    warnings = [shelf.problem] if shelf.problem else []
+    if first_loss:
+        warnings.append("the end-of-document token is unknown: the first token of each document has no loss")
+    return Scores(
+        name=shelf.name, fingerprint=shelf.fingerprint, checkpoint=str(model.checkpoint),
+        checkpoint_fingerprint=model.fingerprint, step=model.step, precision=precision, device=str(model.device),
+        window=scorer.window, gradients=scorer.gradients, parts=parts, documents=len(tokens), tokens=int(tokens.sum()),
+        loss=float(total_nats.sum() / loss_counts.sum()) if loss_counts.sum() else math.nan,
+        bits_per_byte=float(total_nats[size > 0].sum() / math.log(2) / size.sum()) if size.sum() else None,
+        likes=by, window_likes=by_window, high=int(is_high.sum()), low=int((z <= -ODD).sum()), edges=bar_edges,
+        counts=bar_counts, quantiles=np.quantile(loss[is_finite], SHARES).tolist() if is_finite.any() else [],
+        seconds=seconds, measured_tokens=measured, warnings=warnings,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -303,9 +335,7 @@ class Scorer:
         of = cut_windows(np.diff(edges), self.window, int(self.eod is None))
         losses_found = np.full(len(tokens), np.nan, np.float32)
         for window in np.flatnonzero((of.begin < end) & (of.begin + of.length > begin))[:, None]:
-            window_begin, fresh_count, length = (
-                int(values[window[0]]) for values in (of.begin, of.fresh, of.length)
-            )
+            window_begin, fresh_count, length = (int(v[window[0]]) for v in (of.begin, of.fresh, of.length))
             window_losses = token_losses(self.model, self._rows(of, window, tokens, edges), self.eod)[0]
             losses_found[window_begin + fresh_count : window_begin + length] = window_losses[fresh_count:]
         return losses_found[begin:end]
@@ -343,9 +373,8 @@ class Scorer:
             total: dict[str, torch.Tensor] = {}
             for batch_begin in range(0, len(own_windows), windows_per_batch):
                 chosen = own_windows[batch_begin : batch_begin + windows_per_batch]
-                given_tokens, segments, strange = make_inputs(
-                    self.model, self._rows(of, chosen, tokens, edges), self.eod
-                )
+                rows = self._rows(of, chosen, tokens, edges)
+                given_tokens, segments, strange = make_inputs(self.model, rows, self.eod)
                 at = np.arange(given_tokens.shape[1] - 1)
                 is_new = (at < of.length[chosen, None]) & (at >= of.fresh[chosen, None]) & ~strange[:, 1:]
                 losses = losses_of(self.model, given_tokens, segments)
@@ -356,70 +385,6 @@ class Scorer:
             square_sum = sum(g.square().sum(dtype=torch.float64) for g in total.values())
             gradient_norms[document] = math.sqrt(float(square_sum))
         return gradient_norms
-
-
-@dataclass
-class _ScoreWork:
-    scorer: Scorer
-    shelf: Shelf
-    folder: Path
-    documents: Picked | None
-    progress: bool
-    number: int = 0
-    measured: int = 0
-    seconds: float = 0.0
-
-    def _parcels(self) -> Iterator[Parcel]:
-        parcel_size = max(PARCEL, -(-self.shelf.tokens // MOST_PARTS))
-        return split_into_parcels(self.shelf, self.documents, parcel_size)
-
-    def measure(self) -> None:
-        """Measure every parcel without a part."""
-        if not self.shelf.documents:
-            raise DataError(f"{self.shelf.name} has no documents: there is nothing to score")
-        begin_time, total_tokens = time.monotonic(), self.shelf.tokens
-        if self.documents is not None:
-            total_tokens = sum(parcel.tokens for parcel in self._parcels())
-        keep_parcel = partial(keep_rows, measure=self.scorer.measure_parcel, folder=self.folder)
-        labels = ("scoring", "scored")
-        self.number, self.measured = map_documents(
-            self._parcels(), keep_parcel, total_tokens, labels=labels, progress=self.progress
-        )
-        self.seconds = time.monotonic() - begin_time
-
-    def result(self, precision: str) -> Scores:
-        column_names = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
-        row_parts = resumable_map.read_parts(self.folder, self.number, "score again", column_names)
-        held = [[part_rows[name].to_numpy() for name in column_names] for part_rows in row_parts]
-        tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
-        model, shelf, first_loss = self.scorer.model, self.shelf, int(self.scorer.eod is None)
-        is_finite = np.isfinite(loss)
-        loss_counts = (tokens - first_loss)[is_finite].astype(np.float64)
-        total_nats = loss[is_finite] * loss_counts
-        with np.errstate(divide="ignore", invalid="ignore"):
-            size = np.where(bits[is_finite] > 0, total_nats / math.log(2) / bits[is_finite], 0.0)
-        bar_edges, bar_counts = loss_histogram(loss)
-        by, by_window = find_baselines(tokens, loss), find_baselines(length, worse)
-        z = judge_losses(by, tokens, loss)
-        is_high = (np.fmax(z, judge_losses(by_window, length, worse)) >= ODD) | (
-            (length > 0) & ~np.isfinite(worse)
-        )
-        score_warnings = [shelf.problem] if shelf.problem else []
-        if first_loss:
-            score_warnings.append(
-                "the end-of-document token is unknown: the first token of each document has no loss"
-            )
-        return Scores(
-            name=shelf.name, fingerprint=shelf.fingerprint, checkpoint=str(model.checkpoint),
-            checkpoint_fingerprint=model.fingerprint, step=model.step, precision=precision, device=str(model.device),
-            window=self.scorer.window, gradients=self.scorer.gradients, parts=self.number, documents=len(tokens),
-            tokens=int(tokens.sum()),
-            loss=float(total_nats.sum() / loss_counts.sum()) if loss_counts.sum() else math.nan,
-            bits_per_byte=float(total_nats[size > 0].sum() / math.log(2) / size.sum()) if size.sum() else None,
-            likes=by, window_likes=by_window, high=int(is_high.sum()), low=int((z <= -ODD).sum()), edges=bar_edges,
-            counts=bar_counts, quantiles=np.quantile(loss[is_finite], SHARES).tolist() if is_finite.any() else [],
-            seconds=self.seconds, measured_tokens=self.measured, warnings=score_warnings,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -481,8 +446,6 @@ def _read(parcel: Parcel) -> tuple[Raw, Int64s]:
     if np.array_equal(parcel.end[:-1], parcel.first[1:]):
         all_tokens = parcel.shard.read_raw(int(parcel.first[0]), int(lengths.sum()))
     else:
-        read = [
-            parcel.shard.read_raw(a, n) for a, n in zip(parcel.first.tolist(), lengths.tolist(), strict=True)
-        ]
-        all_tokens = np.concatenate(read)
+        bounds = zip(parcel.first.tolist(), lengths.tolist(), strict=True)
+        all_tokens = np.concatenate([parcel.shard.read_raw(first, length) for first, length in bounds])
     return all_tokens, np.append(0, np.cumsum(lengths))

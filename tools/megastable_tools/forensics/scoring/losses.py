@@ -84,9 +84,8 @@ def token_losses(
             cut_lengths = None if lengths is None else lengths[first_row : first_row + row_count]
             given_tokens, segments, is_strange = make_inputs(model, rows, eod, cut_lengths)
             batch_losses = losses_of(model, given_tokens, segments).cpu().numpy()
-            losses_found[first_row : first_row + row_count] = np.where(
-                is_strange[:, 1:], np.inf, batch_losses
-            )
+            batch_losses[is_strange[:, 1:]] = np.inf
+            losses_found[first_row : first_row + row_count] = batch_losses
     return losses_found
 
 

@@ -56,9 +56,8 @@ def score_sheet(
             f"{folder} holds scores of other shards than {shelf.name}, or it has changed: score it again"
         )
     rows = [row | {"finding": _finding(row)} for row in first_rows(folder, most, by)]
-    text_passages = {
-        index: [_passage(row, shelf, scorer)] for index, row in enumerate(rows[:texts]) if row["tokens"]
-    }
+    first_texts = {index: row for index, row in enumerate(rows[:texts]) if row["tokens"]}
+    text_passages = {index: [_passage(row, shelf, scorer)] for index, row in first_texts.items()}
     lead = [
         f"{count_noun(scores.documents, 'document')}, {count_noun(scores.tokens, 'token')}: {scores.loss:.3f} "
         "nats per token"
@@ -67,16 +66,13 @@ def score_sheet(
         f"predict than usual, {count_noun(scores.low, 'document')} easier.",
     ]  # fmt: skip
     if scores.documents < FEW:
-        lead.append(
-            f"{count_noun(scores.documents, 'document')} are too few for a baseline: below {FEW}, it is a guess."
-        )
+        few_documents = count_noun(scores.documents, "document")
+        lead.append(f"{few_documents} are too few for a baseline: below {FEW}, it is a guess.")
     rate = f"{scores.tokens_per_second:,.0f}/s" if scores.tokens_per_second else "all were measured before"
+    windows_read = f"in windows of {count_noun(scores.window, 'token')}"
     facts = [
         ("checkpoint", f"{scores.checkpoint} (step {scores.step})"),
-        (
-            "read",
-            f"in windows of {count_noun(scores.window, 'token')}, each with a fresh context, as in training",
-        ),
+        ("read", f"{windows_read}, each with a fresh context, as in training"),
         ("arithmetic", f"{scores.precision} on {scores.device}"),
         ("tokens scored", rate),
     ]
@@ -94,12 +90,17 @@ def score_sheet(
     ]
     if scorer is None and texts:
         sheet_notes.append("With the checkpoint the tokens are coloured by their loss.")
-    sheet_columns = [
-        sheet_column for sheet_column in COLUMNS if any(row.get(sheet_column.key) is not None for row in rows)
-    ]
+    sheet_columns = [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
+    quantiles = dict(zip(scores.shares, scores.quantiles))
+    quantile_marks = [(quantiles[share], f"{share:.0%}") for share in (0.01, 0.5, 0.99) if share in quantiles]
+    histogram = Histogram(
+        "loss of the documents, nats per token", scores.edges, scores.counts, quantile_marks, column="loss",
+        note="Marked: 1%, half and 99% of the documents are below.",
+    )  # fmt: skip
     return Sheet(
         title=f"{scores.name}, scored by step {scores.step}", lead=lead, facts=facts, columns=sheet_columns, rows=rows,
-        passages=text_passages, histograms=_histograms(scores), notes=sheet_notes, legend="loss of a token", data=data,
+        passages=text_passages, histograms=[histogram] if sum(scores.counts) else [],
+        notes=sheet_notes, legend="loss of a token", data=data,
     )  # fmt: skip
 
 
@@ -117,25 +118,11 @@ def _finding(row: dict[str, Any]) -> str:
     return f"predicted too well, {-row['z']:.1f} deviations below the usual: repeated, generated or memorised"
 
 
-def _histograms(scores: Scores) -> list[Histogram]:
-    if not sum(scores.counts):
-        return []
-    quantile_marks = [
-        (quantile_value, f"{share:.1%}" if share < 0.01 or share > 0.99 else f"{share:.0%}")
-        for share, quantile_value in zip(scores.shares, scores.quantiles)
-        if share in (0.01, 0.5, 0.99)
-    ]
-    return [
-        Histogram("loss of the documents, nats per token", scores.edges, scores.counts, quantile_marks, column="loss",
-                  note="Marked: 1%, half and 99% of the documents are below.")
-    ]  # fmt: skip
-
-
 def _passage(row: dict[str, Any], shelf: Shelf, scorer: Scorer | None) -> Passage:
     """The document, or for a longer one the worst window."""
     first, document_end = row["first_token"], row["first_token"] + row["tokens"]
     begin, upto = first, document_end
-    if document_end - first > WHOLE:
+    if row["tokens"] > WHOLE:
         begin, upto = row["worst_first"], row["worst_first"] + row["worst_tokens"]
     shard = shelf.find_shard(row["shard"])
     shown_ids = shard.read_raw(begin, upto - begin).tolist()
@@ -147,6 +134,5 @@ def _passage(row: dict[str, Any], shelf: Shelf, scorer: Scorer | None) -> Passag
         shown_ids, shown_losses = shown_ids[:-1], shown_losses[:-1] if shown_losses is not None else None
     loss_text = f"loss {show_number(row['loss'])}, worst window {show_number(row['worst_window'])}"
     where = f"document {row['document']} of {row['shard']}, its tokens {begin - first:,} to {upto - first - 1:,} of "
-    return Passage(
-        f"{where}{row['tokens']:,}: {loss_text}", split_at_tokens(shown_ids, shelf.tokenizer, shown_losses)
-    )
+    text = split_at_tokens(shown_ids, shelf.tokenizer, shown_losses)
+    return Passage(f"{where}{row['tokens']:,}: {loss_text}", text)

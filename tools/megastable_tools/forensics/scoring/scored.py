@@ -113,13 +113,10 @@ def read_scored_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """
     scores = Scores.load_result(folder)
     for table in resumable_map.read_parts(folder, scores.parts, "score again"):
-        token_counts, loss, worst, length = (
-            table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
-        )
-        z, worst_z = (
-            judge_losses(scores.likes, token_counts, loss),
-            judge_losses(scores.window_likes, length, worst),
-        )
+        keys = ("tokens", "loss", "worst_window", "worst_tokens")
+        token_counts, loss, worst, length = (table[key].to_numpy() for key in keys)
+        z = judge_losses(scores.likes, token_counts, loss)
+        worst_z = judge_losses(scores.window_likes, length, worst)
         odd = np.fmax(np.abs(z), worst_z)
         is_broken = np.isinf(worst) | (np.isnan(worst) & (length > 0))
         odd[is_broken] = np.inf
@@ -130,12 +127,9 @@ def read_scored_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 # Orders of the rows: the key of the column, and 1 for the highest first, -1 for the lowest.
 ORDERS = {
-    "window": ("worst_window", 1),
-    "loss": ("z", 1),
-    "low": ("z", -1),
-    "odd": ("odd", 1),
+    "window": ("worst_window", 1), "loss": ("z", 1), "low": ("z", -1), "odd": ("odd", 1),
     "gradient": ("gradient_norm", 1),
-}
+}  # fmt: skip
 
 
 def check_order(by: str) -> None:
@@ -180,8 +174,9 @@ def find_baselines(tokens: Int64s, loss: Floats) -> list[Like]:
         median = float(np.median(class_losses))
         robust_scale = max(SIGMA * float(np.median(np.abs(class_losses - median))), LEAST)
         length_limit = 1 << 62 if power_high == last_power else 1 << power_high
+        class_size = len(class_losses)
         baselines_told.append(
-            Like(below=length_limit, documents=len(class_losses), median=median, scale=robust_scale)
+            Like(below=length_limit, documents=class_size, median=median, scale=robust_scale)
         )
     return baselines_told
 
@@ -190,10 +185,9 @@ def judge_losses(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
     """Distance of the losses of texts [d] from the baseline, in robust deviations; nan without `by`."""
     if not by:
         return np.full(len(tokens), np.nan)
-    baseline_index = np.searchsorted([length_baseline.below for length_baseline in by], tokens, side="right")
-    return (loss - np.array([length_baseline.median for length_baseline in by])[baseline_index]) / np.array(
-        [length_baseline.scale for length_baseline in by]
-    )[baseline_index]
+    baseline_index = np.searchsorted([like.below for like in by], tokens, side="right")
+    medians, scales = np.array([like.median for like in by]), np.array([like.scale for like in by])
+    return (loss - medians[baseline_index]) / scales[baseline_index]
 
 
 def loss_histogram(loss: Floats) -> tuple[list[float], list[int]]:
