@@ -10,7 +10,6 @@ import pytest
 from megastable.base.errors import ConfigError
 from megastable.config import recipe
 from megastable.config.tree import ModelConfig
-from megastable_tools.study import compare_study
 from megastable_tools.study.compare_study import (
     Compared,
     CompareGrid,
@@ -176,7 +175,6 @@ def test_compare_takes_differences_to_the_first() -> None:
     assert told[1].endswith("no difference is shown")
     assert describe_differences(compared([[5.0, 5.0], [5.1, 5.1001]]))[0].endswith("worse")
     assert "one seed shows nothing" in describe_differences(compared([[5.0], [4.0]]))[0]
-    assert compare_study.common_overrides(["a=1"])[-1] == "a=1"
 
 
 # Scales of activations

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from megastable.commands.app import App
 from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Run, Texts
-
-if TYPE_CHECKING:
-    from megastable_tools.forensics.history import History
 
 app = App("Find the text behind a step or an incident, the steps that read a document, and bad documents.")
 Shards = Annotated[list[Path], typer.Argument(help="A corpus, or shards by prefix, .idx or .bin")]
@@ -32,12 +29,11 @@ def inspect_step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-S
                  texts: Texts = 1) -> None:  # fmt: skip
     """Show what a step trained on: positions, corpora, shards, documents, tokens, bytes, losses, text."""
     from megastable.report.sheet.output import Output
+    from megastable_tools.forensics.history import History
     from megastable_tools.forensics.samples import losses_under, step_range, step_sheet
 
     out, (first_step, last_step) = Output(as_json, csv, html, rows, texts, output=output), step_range(steps)
-    out.put_sheet(
-        step_sheet(open_history(run), first_step, last_step, out.wanted_texts, losses_under(checkpoint))
-    )
+    out.put_sheet(step_sheet(History(run), first_step, last_step, out.wanted_texts, losses_under(checkpoint)))
 
 
 @app.add_command(
@@ -48,10 +44,11 @@ def inspect_incident(run: Run, number: IncidentNumber, checkpoint: Checkpoint = 
                      texts: Texts = 3) -> None:  # fmt: skip
     """Show the samples of an incident, the bad ones first."""
     from megastable.report.sheet.output import Output
+    from megastable_tools.forensics.history import History
     from megastable_tools.forensics.samples import incident_sheet, losses_under
 
     out = Output(as_json, csv, html, rows, texts, output=output)
-    out.put_sheet(incident_sheet(open_history(run), number, out.wanted_texts, losses_under(checkpoint)))
+    out.put_sheet(incident_sheet(History(run), number, out.wanted_texts, losses_under(checkpoint)))
 
 
 @app.add_command(
@@ -66,9 +63,10 @@ def inspect_document(shard: Annotated[Path, typer.Argument(metavar="SHARD", help
     """Show a document, and every step of the given runs that trained on it."""
     from megastable.report.sheet.output import Output
     from megastable_tools.forensics.consumption import document_sheet
+    from megastable_tools.forensics.history import History
     from megastable_tools.forensics.shard_set import open_shelf, prefix_of
 
-    shard_shelf, runs = open_shelf([shard], tokenizer), [open_history(given_run) for given_run in run or ()]
+    shard_shelf, runs = open_shelf([shard], tokenizer), [History(given_run) for given_run in run or ()]
     found = document_sheet(shard_shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
     Output(as_json, csv, html, rows, texts, output=output).put_sheet(found)
 
@@ -80,8 +78,9 @@ def run_(
     """Show what a run has read so far: tokens and epochs of every corpus, skips, blends."""
     from megastable.report.sheet.output import Output
     from megastable_tools.forensics.consumption import run_sheet
+    from megastable_tools.forensics.history import History
 
-    Output(as_json, csv, html, output=output).put_sheet(run_sheet(open_history(run)))
+    Output(as_json, csv, html, output=output).put_sheet(run_sheet(History(run)))
 
 
 @app.add_command("scan", examples="megastable inspect scan data/mine --html mine.html")
@@ -134,10 +133,8 @@ def score_corpus(
     from megastable_tools.forensics.shard_set import open_shelf
 
     check_order(by)
-    shelf, show = (
-        open_shelf(shards, tokenizer),
-        Output(as_json, csv, html, rows, texts, on_page=50, output=output),
-    )
+    shelf = open_shelf(shards, tokenizer)
+    show = Output(as_json, csv, html, rows, texts, on_page=50, output=output)
     folder = keep or Path("scores") / shelf.folder_name
     chosen = pick_listed(shelf, documents) if documents is not None else None
     score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
@@ -155,13 +152,8 @@ def inspect_ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="Numb
                   texts: Texts = 1) -> None:  # fmt: skip
     """Show which samples of the next steps of a run look corrupt."""
     from megastable.report.sheet.output import Output
+    from megastable_tools.forensics.history import History
     from megastable_tools.forensics.prescan import ahead_sheet
 
     sheet_output = Output(as_json, csv, html, rows, texts, output=output)
-    sheet_output.put_sheet(ahead_sheet(open_history(run), steps, sheet_output.wanted_texts))
-
-
-def open_history(run: Path) -> History:
-    from megastable_tools.forensics.history import History
-
-    return History(run)
+    sheet_output.put_sheet(ahead_sheet(History(run), steps, sheet_output.wanted_texts))

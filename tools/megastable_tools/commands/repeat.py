@@ -89,8 +89,14 @@ def repeat_steps(
     from megastable.config import recipe
     from megastable.report.text_output import TextOutput
     from megastable.run.membership import check_alone
-    from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way, describe_result, result_tree
-    from megastable_tools.repeat.repeating import run_twice as run_twice
+    from megastable_tools.repeat.repeating import (
+        UNCOMPILED,
+        RepeatPlan,
+        Way,
+        describe_result,
+        result_tree,
+        run_twice,
+    )
     from megastable_tools.repeat.trace_file import CPU, PlantSpot
 
     check_alone(os.environ)
@@ -114,7 +120,12 @@ def repeat_steps(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as during:
         folder = output or Path(during.enter_context(tempfile.TemporaryDirectory(prefix="repeat-")))
-        _empty(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigError(f"--output {folder} is not empty: choose another")
+        except OSError as error:
+            raise ConfigError(f"--output {folder} cannot be used: {error}") from None
         plan = RepeatPlan(
             path, (Way(common, launched[0]), Way((*common, *changed), launched[1])), steps, folder,
             allowed or None, planted, blocks, again,
@@ -144,13 +155,3 @@ def _check(config: RunConfig, ranks: int | None) -> None:
             f"{error}. Any corpus will do: megastable prepare stdlib --output data/stdlib, then "
             "data.corpora.0.path=data/stdlib"
         ) from None
-
-
-def _empty(folder: Path) -> None:
-    """Make the folder. Raises ConfigError if there is something in it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--output {folder} is not empty: choose another")
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be used: {error}") from None

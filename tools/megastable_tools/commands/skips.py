@@ -13,7 +13,7 @@ from megastable.commands.options import Json, JsonFile, Run, put_json
 
 if TYPE_CHECKING:
     from megastable.report.text_output import TextOutput
-    from megastable_tools.forensics.court.skip_review import ReviewedGroup, SkipReview
+    from megastable_tools.forensics.court.skip_review import SkipReview
 
 LOW = ": with so low a rate, little harm shows"
 
@@ -92,7 +92,7 @@ def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
         group_table.add_row(
             one.group.name, f"{one.group.positions.size:,}", "?" if one.documents is None else f"{one.documents:,}",
             _with_error(trial.cost, trial.cost_error), _with_error(trial.learnt, trial.learnt_error), trial.verdict,
-            _outcome(one, give_back),
+            "given back" if one.given_back else "harmless" if one.harmless and not give_back else "stays skipped",
         )  # fmt: skip
     out.show_table(group_table)
     out.say_lines(
@@ -103,16 +103,10 @@ def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
         out.say_lines(f"{count_noun(harmless_count, 'group')} would be given back with --give-back")
 
 
-def _outcome(one: ReviewedGroup, give_back: bool) -> str:
-    if one.given_back:
-        return "given back"
-    return "harmless" if one.harmless and not give_back else "stays skipped"
-
-
 def _with_error(value: float, error: float) -> str:
-    return (
-        "-" if math.isnan(value) else f"{value:+.3f} ± {error:.3f}" if math.isfinite(value) else f"{value:+}"
-    )
+    if math.isnan(value):
+        return "-"
+    return f"{value:+.3f} ± {error:.3f}" if math.isfinite(value) else f"{value:+}"
 
 
 def _tree(found: SkipReview) -> dict[str, Any]:

@@ -29,6 +29,7 @@ RESUMED = (
     "all runs."
 )
 
+STUDIES = Path("runs/studies")
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="The study's directory. Default: a name below runs/studies"),
@@ -92,7 +93,7 @@ def lr_sensitivity(
     from megastable.config import recipe
     from megastable_tools.study import lr_study
     from megastable_tools.study.study_directory import StudyDirectory, identity_of
-    from megastable_tools.study.trial import TrialResult
+    from megastable_tools.study.trial import TrialResult, usual_jobs
     from megastable_tools.study.variations import parse_interventions as named
 
     size_preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
@@ -109,7 +110,7 @@ def lr_sensitivity(
     )  # fmt: skip
     grid.check_trials()
     size_suffix = "-quick" if quick else "-full" if full else ""
-    folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size_suffix}{'-mup' if mup else ''}")
+    folder = output or STUDIES / (f"lr-sensitivity-{path.stem}{size_suffix}{'-mup' if mup else ''}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with StudyDirectory.open_locked(
         folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult
@@ -118,7 +119,7 @@ def lr_sensitivity(
             "training", len(study.list_missing(t.name for t in grid.whole_trials())), as_json, "runs"
         ) as progress:
             curves = lr_study.run_grid(
-                grid, study, jobs or _usual_jobs(), _watcher(progress), progress.extend_total
+                grid, study, jobs or usual_jobs(), _watcher(progress), progress.extend_total
             )
         study_facts = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
         study_report = lr_study.make_report(grid, curves, study_facts)
@@ -164,6 +165,7 @@ def coordinate_check(
     from megastable_tools.study import coordinate_study as check
     from megastable_tools.study.coordinate_study import Coordinates
     from megastable_tools.study.study_directory import StudyDirectory, identity_of
+    from megastable_tools.study.trial import usual_jobs
 
     path, common = recipe.find_recipe(recipe_path), check.common_overrides(overrides or [])
     run_config = recipe.load_recipe(path, common)
@@ -175,14 +177,14 @@ def coordinate_check(
     if len(model_sizes) < 2:
         raise ConfigError("a slope needs two widths or depths at least")
     grid.check_models()
-    study_folder = output or _usual_folder(
+    study_folder = output or STUDIES / (
         f"coordinates-{path.stem}{'-depth' if depths else ''}{'-mup' if mup else ''}"
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     study_identity = identity_of("coordinate-check", run_config, grid.axes) | {"steps": steps}
     with StudyDirectory.open_locked(study_folder, study_identity, Coordinates) as study:
         with show_bar("measuring", len(study.list_missing(grid.every)), as_json, "models") as progress_bar:
-            check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress_bar, name))
+            check.run_grid(grid, study, jobs or usual_jobs(), lambda name, _: _done(progress_bar, name))
         scale_results = check.find_scales(grid, study.results)
         study_facts = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
         study_report = check.make_report(grid, study.results, scale_results, study_facts)
@@ -224,16 +226,13 @@ def compare_candidates(
     from megastable.config import recipe
     from megastable_tools.study import compare_study as comparing
     from megastable_tools.study.study_directory import StudyDirectory, identity_of, run_missing
-    from megastable_tools.study.trial import TrialResult
+    from megastable_tools.study.trial import QUIET, TrialResult, usual_jobs
 
-    recipe_file, shared_overrides = (
-        recipe.find_recipe(recipe_path),
-        comparing.common_overrides(overrides or []),
-    )
+    recipe_file, shared_overrides = recipe.find_recipe(recipe_path), (*QUIET, *(overrides or []))
     run_config, seed_numbers = recipe.load_recipe(recipe_file, shared_overrides), tuple(range(1, seeds + 1))
     grid = comparing.CompareGrid(recipe_file, run_config, shared_overrides, chosen_candidates, seed_numbers)
     grid.check_candidates()
-    folder = output or _usual_folder(f"compare-{recipe_file.stem}")
+    folder = output or STUDIES / (f"compare-{recipe_file.stem}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with StudyDirectory.open_locked(
         folder, identity_of("compare", grid.config, grid.axes), TrialResult
@@ -242,22 +241,12 @@ def compare_candidates(
         with show_bar(
             "training", len(study.list_missing(t.name for t in trials)), as_json, "runs"
         ) as progress_bar:
-            run_missing(study, recipe_file, trials, jobs or _usual_jobs(), _watcher(progress_bar))
+            run_missing(study, recipe_file, trials, jobs or usual_jobs(), _watcher(progress_bar))
         study_facts = {"kind": "compare", "recipe": str(recipe_file), "common": list(shared_overrides)}
         study_report = comparing.make_report(
             grid, comparing.compare_candidates(grid, study.results), study_facts
         )
         _present(study_report, f"{recipe_file.name}: {seeds} seeds", study.root, picture, as_json)
-
-
-def _usual_folder(name: str) -> Path:
-    return Path("runs/studies") / name
-
-
-def _usual_jobs() -> int:
-    from megastable_tools.study.trial import usual_jobs
-
-    return usual_jobs()
 
 
 def _whole(text: str, option: str) -> list[int]:

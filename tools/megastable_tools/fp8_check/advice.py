@@ -10,11 +10,11 @@ The limits are in `ErrorLimits`, each with its reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -22,9 +22,6 @@ from rich.text import Text
 from megastable.base.text import count_noun
 from megastable.report.figures import draw_figure
 from megastable.report.text_output import make_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ORDINARY = 1.4826  # times the median absolute deviation: a standard deviation, robustly
 
@@ -127,17 +124,23 @@ class RecipeOutcome:
 
 def choose_kept_layers(layers: Sequence[LayerLoss]) -> dict[str, tuple[str, ...]]:
     """Layers to keep out of FP8, in their order, and why. A nan error counts as infinite."""
-    found = {layer.name: [*_products(layer, layers), *_tensors(layer, layers)] for layer in layers}
-    return {layer_name: tuple(layer_reasons) for layer_name, layer_reasons in found.items() if layer_reasons}
+    found = {layer.name: tuple(_list_reasons(layer, layers)) for layer in layers}
+    return {layer_name: layer_reasons for layer_name, layer_reasons in found.items() if layer_reasons}
 
 
-def _products(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterable[str]:
+def _list_reasons(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterator[str]:
     for product_name, error in layer.products.items():
         error, other_errors = _finite(error), [_finite(other.products[product_name]) for other in layers]
         if error > LIMITS.useless:
             yield f"{product_name} is {_percent(error)} off"
         elif error > LIMITS.product and error > _usual(other_errors):
             yield f"{product_name} is {_percent(error)} off, the median of all layers {_percent(median(other_errors))}"
+    for slot, tensor in layer.tensors.items():
+        if tensor.saturation > LIMITS.saturation:
+            yield f"{_percent(tensor.saturation)} of its {slot} are cut"
+        usual = median([other_layer.tensors[slot].underflow for other_layer in layers])
+        if tensor.underflow > max(LIMITS.underflow, LIMITS.crowd * usual):
+            yield f"{_percent(tensor.underflow)} of its {slot} become zero, the median of all layers {_percent(usual)}"
 
 
 def _usual(errors: Sequence[float]) -> float:
@@ -146,15 +149,6 @@ def _usual(errors: Sequence[float]) -> float:
     middle_log = median(log_errors)
     log_spread = ORDINARY * median([abs(log_error - middle_log) for log_error in log_errors])
     return math.exp(middle_log + max(LIMITS.robust * log_spread, math.log(LIMITS.factor)))
-
-
-def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterable[str]:
-    for slot, tensor in layer.tensors.items():
-        if tensor.saturation > LIMITS.saturation:
-            yield f"{_percent(tensor.saturation)} of its {slot} are cut"
-        usual = median([other_layer.tensors[slot].underflow for other_layer in layers])
-        if tensor.underflow > max(LIMITS.underflow, LIMITS.crowd * usual):
-            yield f"{_percent(tensor.underflow)} of its {slot} become zero, the median of all layers {_percent(usual)}"
 
 
 def find_instabilities(loss: float, found: ModelLoss, kept: int = 0, layers: int = 0) -> tuple[str, ...]:
@@ -205,14 +199,17 @@ def draw_models_table(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
         verdict = "stable" if outcome.stable else "NOT STABLE"
         last = outcome.kept is None
         table.add_row(
-            outcome.recipe, f"all {layers} layers", *_model(loss, outcome.everything), verdict if last else ""
+            outcome.recipe,
+            f"all {layers} layers",
+            *_show_model(loss, outcome.everything),
+            verdict if last else "",
         )
         if outcome.kept is not None:
-            table.add_row("", f"{kept_count} kept out", *_model(loss, outcome.kept), verdict)
+            table.add_row("", f"{kept_count} kept out", *_show_model(loss, outcome.kept), verdict)
     return table
 
 
-def _model(loss: float, found: ModelLoss) -> Iterator[str]:
+def _show_model(loss: float, found: ModelLoss) -> Iterator[str]:
     yield f"{found.loss:.4f}"
     yield f"{found.loss - loss:+.4f}"
     yield f"{found.kl:.2e}"
@@ -224,10 +221,10 @@ def draw_layers_table(outcome: RecipeOutcome, rows: int) -> Table:
     """Errors of a recipe's products and tensors, the worst layers first."""
     numbers = (">y", ">dx", ">dw", ">input", ">weight", ">gradient", ">cut", ">lost")
     table = make_table("layer", *numbers, "", title=f"{outcome.recipe}: errors, the worst layers first")
-    for layer in sort_worst_first(outcome.layers)[:rows]:
+    for layer in sorted(outcome.layers, key=lambda layer: -layer.worst)[:rows]:
         tensors = list(layer.tensors.values())
         table.add_row(
-            _name(layer.name), *(_rounded(product_error) for product_error in layer.products.values()),
+            Text(layer.name, no_wrap=True), *(_rounded(product_error) for product_error in layer.products.values()),
             *(_rounded(tensor_loss.error) for tensor_loss in tensors), _share(max(t.saturation for t in tensors)),
             _share(max(t.underflow for t in tensors)), "keep" if layer.name in outcome.keep else "",
             style="bold" if layer.name in outcome.keep else None,
@@ -244,21 +241,11 @@ def draw_tensors_table(outcome: RecipeOutcome) -> Table:
     ]
     for layer_name, slot, tensor_loss in sorted(tensors_found, key=lambda row: -_finite(row[2].error)):
         tensors_table.add_row(
-            _name(layer_name), slot, tensor_loss.format, _rounded(tensor_loss.error), f"{tensor_loss.decibels:.1f}",
-            _share(tensor_loss.saturation),
-            _share(tensor_loss.underflow), f"{tensor_loss.largest:.3g}",
+            Text(layer_name, no_wrap=True), slot, tensor_loss.format, _rounded(tensor_loss.error),
+            f"{tensor_loss.decibels:.1f}", _share(tensor_loss.saturation), _share(tensor_loss.underflow),
+            f"{tensor_loss.largest:.3g}",
         )  # fmt: skip
     return tensors_table
-
-
-def sort_worst_first(found: Sequence[LayerLoss]) -> list[LayerLoss]:
-    """Layers sorted by the largest error of their products."""
-    return sorted(found, key=lambda layer: -layer.worst)
-
-
-def _name(name: str) -> Text:
-    """A layer name, unbroken so that it can be copied."""
-    return Text(name, no_wrap=True)
 
 
 def _rounded(share: float) -> str:
@@ -322,7 +309,8 @@ def advice_tree(
                 "recipe": o.recipe, "stable": o.stable, "problems": list(o.problems),
                 "keep": {name: list(reasons) for name, reasons in o.keep.items()},
                 "overrides": overrides_for(o, given),
-                "everything": _tree(loss, o.everything), "kept": o.kept and _tree(loss, o.kept),
+                "everything": vars(o.everything) | {"change": o.everything.loss - loss},
+                "kept": o.kept and vars(o.kept) | {"change": o.kept.loss - loss},
                 "layers": [
                     {
                         "layer": layer.name, "products": dict(layer.products),
@@ -336,37 +324,33 @@ def advice_tree(
     }  # fmt: skip
 
 
-def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
-    return vars(found) | {"change": found.loss - loss}
-
-
 def draw_error_map(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
     """A map of errors for every recipe: layers downwards, their tensors and products across. The file name decides the
     format. Raises DataError if it cannot be written."""
-    layer_names = [layer.name for layer in outcomes[0].layers]
-    with draw_figure(path, 3 + 3 * len(outcomes), min(2 + 0.2 * len(layer_names), 60)) as figure:
-        _draw(outcomes, layer_names, figure)
-        figure.suptitle(title, parse_math=False)
-
-
-def _draw(outcomes: Sequence[RecipeOutcome], names: Sequence[str], figure: Figure) -> None:
     from matplotlib.colors import LogNorm
 
+    names = [layer.name for layer in outcomes[0].layers]
     column_names = [*outcomes[0].layers[0].tensors, *outcomes[0].layers[0].products]
-    (axes,) = figure.subplots(1, len(outcomes), squeeze=False, sharey=True)
-    # The same colours for every recipe and model: from rounding alone to nothing left.
-    error_colours = LogNorm(0.01, 1.0, clip=True)
-    for axis, outcome in zip(axes, outcomes, strict=True):
-        error_rows = [
-            [*(tensor_loss.error for tensor_loss in layer.tensors.values()), *layer.products.values()]
-            for layer in outcome.layers
-        ]
-        table = [[max(error, 1e-6) if math.isfinite(error) else 1.0 for error in row] for row in error_rows]
-        image = axis.imshow(table, aspect="auto", cmap="magma", norm=error_colours, interpolation="nearest")
-        axis.set_title(outcome.recipe)
-        axis.set_xticks(range(len(column_names)), column_names, rotation=60)
-        for row, layer_name in enumerate(names):
-            if layer_name in outcome.keep:
-                axis.text(len(column_names) - 0.5, row, " keep", va="center", fontsize=6, clip_on=False)
-    axes[0].set_yticks(range(len(names)), names, fontsize=6)
-    figure.colorbar(image, ax=list(axes), label="relative error", shrink=0.8)
+    with draw_figure(path, 3 + 3 * len(outcomes), min(2 + 0.2 * len(names), 60)) as figure:
+        (axes,) = figure.subplots(1, len(outcomes), squeeze=False, sharey=True)
+        # The same colours for every recipe and model: from rounding alone to nothing left.
+        error_colours = LogNorm(0.01, 1.0, clip=True)
+        for axis, outcome in zip(axes, outcomes, strict=True):
+            error_rows = [
+                [*(tensor_loss.error for tensor_loss in layer.tensors.values()), *layer.products.values()]
+                for layer in outcome.layers
+            ]
+            table = [
+                [max(error, 1e-6) if math.isfinite(error) else 1.0 for error in row] for row in error_rows
+            ]
+            image = axis.imshow(
+                table, aspect="auto", cmap="magma", norm=error_colours, interpolation="nearest"
+            )
+            axis.set_title(outcome.recipe)
+            axis.set_xticks(range(len(column_names)), column_names, rotation=60)
+            for row, layer_name in enumerate(names):
+                if layer_name in outcome.keep:
+                    axis.text(len(column_names) - 0.5, row, " keep", va="center", fontsize=6, clip_on=False)
+        axes[0].set_yticks(range(len(names)), names, fontsize=6)
+        figure.colorbar(image, ax=list(axes), label="relative error", shrink=0.8)
+        figure.suptitle(title, parse_math=False)

@@ -98,10 +98,8 @@ def check_effect(
     plain_loss, model_losses = _models(model, batches, configs, amax_history, variants, advance)
     outcomes = []
     for recipe, keep in keeps_by_recipe.items():
-        full_loss, kept_loss = (
-            model_losses[recipe, frozenset()],
-            model_losses.get((recipe, frozenset(keep))) if keep else None,
-        )
+        full_loss = model_losses[recipe, frozenset()]
+        kept_loss = model_losses[recipe, frozenset(keep)] if keep else None
         problems_found = find_instabilities(plain_loss, kept_loss or full_loss, len(keep), len(linear_layers))
         outcomes.append(RecipeOutcome(recipe, measured[recipe], keep, full_loss, kept_loss, problems_found))
     return EffectReport(plain_loss, outcomes)
@@ -110,16 +108,9 @@ def check_effect(
 # Forward and backward
 
 
-@dataclass(frozen=True)
-class _Passed:
-    """loss: the cross-entropy, nats per token; hidden: the head's input, [s, b, hidden]."""
-
-    loss: float
-    hidden: Tensor
-
-
-def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
-    """Forward and backward of the training objective; hooks collect the gradients."""
+def _pass(model: PlainModel, batch: EvaluationBatch) -> tuple[float, Tensor]:
+    """Forward and backward of the training objective; hooks collect the gradients. The cross-entropy, nats per token,
+    and the head's input, [s, b, hidden]."""
     hidden = model.compute_hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
     model_config = model.config
@@ -128,7 +119,7 @@ def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
     )
     assert isinstance(head, ColumnParallelLinear | VocabParallelEmbedding)
     loss_function(model.gpt.readout.make_features(head, hidden), batch.tokens[:, 1:]).backward()
-    return _Passed(float(loss_function.samples[0][0].mean()), hidden.detach())
+    return float(loss_function.samples[0][0].mean()), hidden.detach()
 
 
 @contextlib.contextmanager
@@ -230,11 +221,9 @@ class _Sums:
     def add_tensor(self, x: Tensor, became: Quantized) -> None:
         self.add(became.dequantized(torch.float32), x)
         cut_count, lost_count = count_losses(x, became)
-        self.cut, self.lost, self.numbers = (
-            self.cut + float(cut_count),
-            self.lost + float(lost_count),
-            self.numbers + x.numel(),
-        )
+        self.cut += float(cut_count)
+        self.lost += float(lost_count)
+        self.numbers += x.numel()
         self.largest, self.format = max(self.largest, float(largest_magnitude(x))), became.format.name
 
     @property
@@ -343,22 +332,22 @@ def _models(
     for batch in batches:
         right: dict[nn.Parameter, Tensor] = {}
         with _gradients(model, right.__setitem__):
-            plain_pass = _pass(model, batch)
-        if not math.isfinite(plain_pass.loss) or not all(bool(g.isfinite().all()) for g in right.values()):
+            plain_loss, plain_hidden = _pass(model, batch)
+        if not math.isfinite(plain_loss) or not all(bool(g.isfinite().all()) for g in right.values()):
             raise DataError(
                 f"{model.checkpoint}: loss or gradient is not finite without FP8, too: take another checkpoint, or "
                 "another --text"
             )
-        total += plain_pass.loss
+        total += plain_loss
         advance()
         for (recipe, kept_layers), against in sums.items():
             with _plainly(linear_layers), _gradients(model, partial(against.gradient, right)):
                 emulate_fp8(model.gpt, configs[recipe], frozenset(linear_layers) - kept_layers).read_history(
                     history
                 )
-                fp8_pass = _pass(model, batch)
-            against.loss += fp8_pass.loss
-            against.kl += _divergence(model, plain_pass.hidden, fp8_pass.hidden)
+                fp8_loss, fp8_hidden = _pass(model, batch)
+            against.loss += fp8_loss
+            against.kl += _divergence(model, plain_hidden, fp8_hidden)
             advance()
     return total / len(batches), {variant: against.found(len(batches)) for variant, against in sums.items()}
 

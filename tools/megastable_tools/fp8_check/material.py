@@ -17,8 +17,6 @@ from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.order import Order
-from megastable.data.samples import Source
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection
 from megastable.data.tokenizer import load_tokenizer
@@ -117,7 +115,14 @@ def gather_material(
     try:
         return _of_run(model, count)
     except MegastableError as error:
-        return _random(model, count, seed, str(error))
+        why = str(error)
+    shape = (count, model.config.sequence_length + 1)
+    tokens = np.random.default_rng(seed).integers(0, model.vocabulary, shape)
+    note = (
+        f"random tokens: {why}. Their losses and activations differ from those of text: give --text FILE, or "
+        "restore the corpus"
+    )
+    return Material(tokens, f"{count} samples of random tokens", None, [note])
 
 
 def _of_run(model: PlainModel, count: int) -> Material:
@@ -136,25 +141,18 @@ def _of_run(model: PlainModel, count: int) -> Material:
         validation_source is not None
         and sum(max(0, c.tokens - 1) // sequence_length for c in validation_source.order.corpora) >= count
     ):
-        return _taken(validation_source, np.arange(count), "validation samples", run.data.corpora[0].path)
-    cursor = read_state(model.checkpoint).cursor
-    positions, _ = _left(model, run_directory, corpora.train.order).next_kept(cursor, count)
-    return _taken(
-        corpora.train, positions, f"training samples from position {cursor:,} on", run.data.corpora[0].path
-    )
-
-
-def _taken(source: Source, positions: Int64s, what: str, path: Path) -> Material:
-    return Material(
-        source.read_samples(positions), f"{len(positions)} {what} of the run ({path})", source.eod
-    )
-
-
-def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
-    """The selection that the run trains on."""
-    if root is None:
-        return Selection(order, more=model.run.data.skip)
-    return Ledger.read_ledger(root.skips, []).select_usable(root.skips, order, model.run.data.skip)[0]
+        source, positions, what = validation_source, np.arange(count), "validation samples"
+    else:
+        source, cursor = corpora.train, read_state(model.checkpoint).cursor
+        if run_directory is None:
+            selection = Selection(source.order, more=run.data.skip)
+        else:
+            skips = run_directory.skips
+            selection, _ = Ledger.read_ledger(skips, []).select_usable(skips, source.order, run.data.skip)
+        positions, _ = selection.next_kept(cursor, count)
+        what = f"training samples from position {cursor:,} on"
+    origin = f"{len(positions)} {what} of the run ({run.data.corpora[0].path})"
+    return Material(source.read_samples(positions), origin, source.eod)
 
 
 def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:
@@ -177,15 +175,3 @@ def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) 
     is_whole = sample_length == model.config.sequence_length
     text_notes = [] if is_whole else [f"the text is short: samples of {sample_length} tokens"]
     return Material(tokens, f"{count} samples of {text}", text_tokenizer.eod, text_notes)
-
-
-def _random(model: PlainModel, count: int, seed: int, why: str) -> Material:
-    shape = (count, model.config.sequence_length + 1)
-    tokens = np.random.default_rng(seed).integers(0, model.vocabulary, shape)
-    return Material(
-        tokens, f"{count} samples of random tokens", None,
-        [
-            f"random tokens: {why}. Their losses and activations differ from those of text: give --text FILE, or "
-            "restore the corpus"
-        ],
-    )  # fmt: skip

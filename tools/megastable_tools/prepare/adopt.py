@@ -47,7 +47,12 @@ def adopt_directory(
     Raises DataError for files that are damaged, ambiguous or made with a larger vocabulary, and for a corpus that
     already exists, unless `overwrite`.
     """
-    index_files, foreign = sorted(directory.glob("*.idx")), _foreign(directory)
+    index_files = sorted(directory.glob("*.idx"))
+    foreign = sorted(  # files of ids that are not part of a Megatron shard
+        path
+        for path in (*directory.glob("*.ds"), *directory.glob("*.bin"))
+        if path.suffix == ".ds" or not with_suffix(path.with_suffix(""), ".idx").exists()
+    )
     if index_files and foreign:
         raise DataError(
             f"{directory} holds Megatron shards and {foreign[0].name}, which has no .idx: restore that, or move it away"
@@ -57,7 +62,12 @@ def adopt_directory(
             raise DataError(
                 f"{directory} holds {foreign[0].name}, which is no Megatron shard: give --output, a folder for a copy"
             )
-        files = [_opened(path, raw) for path in foreign]
+        files = list[TokenFile]()
+        for path in foreign:
+            try:
+                files.append(datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw))
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
         name = corpus_name(name, output)
         tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
         return _copy(directory, files, output, tokenizer, name, validation, overwrite, progress)
@@ -82,23 +92,6 @@ def _begun(tokenizer: Tokenizer, edges: DocumentEdges, documents: int) -> tuple[
     if tokenizer.bos is None and edges.bos is not None:
         tokenizer = tokenizer.begin_with(edges.bos, "as every document here")
     return tokenizer, edges.find_warnings(tokenizer.bos, documents)
-
-
-def _foreign(directory: Path) -> list[Path]:
-    """The files of ids that are not part of a Megatron shard, sorted."""
-    token_paths = [*directory.glob("*.ds"), *directory.glob("*.bin")]
-    return sorted(
-        path
-        for path in token_paths
-        if path.suffix == ".ds" or not with_suffix(path.with_suffix(""), ".idx").exists()
-    )
-
-
-def _opened(path: Path, raw: IdType | None) -> TokenFile:
-    try:
-        return datatrove_file(path) if path.suffix == ".ds" else bin_file(path, raw)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _copy(
@@ -133,17 +126,17 @@ def _copy(
                         left_out.count_document("empty documents")
                         continue
                     document_edges.count_document(ids)
-                    opening_token, closing_token = (
-                        opening_token if writer.documents else int(ids[0]),
-                        int(ids[-1]),
-                    )
+                    closing_token = int(ids[-1])
+                    if not writer.documents:
+                        opening_token = int(ids[0])
                     writer.add_document(ids)
                     document_count += 1
                     if document_count % TOLD_EVERY == 0:
                         meter.show_progress(tokens_read, document_count, tokens_read)
                 # Without an index a file may start and end inside a document (llm.c cuts files anywhere).
                 if file.ends is None and writer.documents > 1:
-                    document_edges.uncount(opening_token, closing_token)
+                    document_edges.firsts -= Counter([opening_token])
+                    document_edges.lasts -= Counter([closing_token])
                 shard_infos.append(writer.close())
         tokenizer, edge_warnings = _begun(tokenizer, document_edges, document_count)
         manifest = Manifest(
@@ -190,11 +183,6 @@ class DocumentEdges:
         """Count one document, 1-D, not empty."""
         self.firsts[int(ids[0])] += 1
         self.lasts[int(ids[-1])] += 1
-
-    def uncount(self, first: int, last: int) -> None:
-        """Take back the beginning and the end of a file that may lie inside documents: its first and last token."""
-        self.firsts -= Counter([first])
-        self.lasts -= Counter([last])
 
     @property
     def bos(self) -> int | None:

@@ -89,22 +89,7 @@ KINDS: dict[str, Kind] = {
 }
 SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}  # of .tar.gz, ...
 # They hold documents, which would be lost silently.
-UNREAD = {
-    ".zip",
-    ".7z",
-    ".rar",
-    ".lz4",
-    ".lz",
-    ".lzo",
-    ".br",
-    ".sz",
-    ".z",
-    ".orc",
-    ".avro",
-    ".xls",
-    ".xlsx",
-    ".ods",
-}
+UNREAD = set(".zip .7z .rar .lz4 .lz .lzo .br .sz .z .orc .avro .xls .xlsx .ods".split())
 SNIFFED = 8192  # bytes looked at
 LAYERS = 3  # of compression that no name tells of: a file can hold itself, compressed
 

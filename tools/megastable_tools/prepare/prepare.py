@@ -141,7 +141,13 @@ def prepare_shards(
         threshold = round(validation * 2**64)
         written = job.write(threshold)
         if not written.hashes:
-            raise DataError(_nothing_found(inputs, corpus))
+            left_out = "; ".join(tell_counts(corpus.left_out.counts, corpus.left_out.files, where_all=""))
+            raise DataError(
+                f"the corpus is empty: no text in {count_noun(len(corpus.files), 'file')} of "
+                + ", ".join([*map(str, inputs[:3]), *(["..."] if len(inputs) > 3 else [])])
+                + (f"; left out: {left_out}" if left_out else "")
+                + "; give other --input"
+            )
         job.check_loss(written)
         if held_back is not None and (
             empty := {"train", "validation"} - {s for s in SPLITS if written.shards[s]}
@@ -207,16 +213,24 @@ def settle_threshold(wanted: int, lowest: int, highest: int) -> int:
 
 def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo, seed: int) -> Encoded:
     """Encode the documents of a batch; runs in the worker processes."""
-    tokenizer = _cached_tokenizer(tokenizer_path, info)
+    tokenizer, counter = _cached_tokenizer(tokenizer_path, info)
     dtype = np.dtype(dtype_for(tokenizer.vocab_size))
     begin_ids = np.array([] if info.bos is None else [info.bos], dtype=dtype)
     end_ids = np.array([info.eod], dtype=dtype)
     raw_texts = [text.encode() for text in batch.texts]
     encoded_texts = tokenizer.encode_batch(batch.texts)
-    lost_bytes = _cached_counter(tokenizer_path, info).count_lost(batch.texts, raw_texts, encoded_texts)
+    lost_bytes = counter.count_lost(batch.texts, raw_texts, encoded_texts)
     worst_index = max(range(len(lost_bytes)), key=lost_bytes.__getitem__)
     document_ids = [encoded_part.astype(dtype) for encoded_part in encoded_texts]
-    _check_edges(tokenizer, document_ids)
+    # A text may have the token that ends documents, or begins them, where that is a piece of one character, a byte or
+    # the unknown piece, which cannot be taken from texts.
+    for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
+        if token is not None and any((document == token).any() for document in document_ids):
+            raise DataError(
+                f"the token {token} ({tokenizer.spell_token(token)!r}), which {does} documents ({option}), is in "
+                f"the text of a document, too: {tokenizer.file.name} needs it for texts. "
+                + ("Name another" if does == "ends" else f"Leave {option} out")
+            )
     return Encoded(
         tokens=np.concatenate(
             [encoded_part for document in document_ids for encoded_part in (begin_ids, document, end_ids)]
@@ -230,28 +244,11 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     )
 
 
-def _check_edges(tokenizer: Tokenizer, documents: Sequence[npt.NDArray[np.integer]]) -> None:
-    """Raise a DataError if a text has the token that ends documents, or begins them: a piece of one character, a byte
-    or the unknown piece, which cannot be taken from texts."""
-    for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
-        if token is not None and any((document_ids == token).any() for document_ids in documents):
-            raise DataError(
-                f"the token {token} ({tokenizer.spell_token(token)!r}), which {does} documents ({option}), is in "
-                "the text "
-                f"of a document, too: {tokenizer.file.name} needs it for texts. "
-                + ("Name another" if does == "ends" else f"Leave {option} out")
-            )
-
-
 @lru_cache(maxsize=1)
-def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
+def _cached_tokenizer(path: Path, info: TokenizerInfo) -> tuple[Tokenizer, LossCounter]:
     # The hash in `info` is part of the key: one process may see different files at one path.
-    return load_tokenizer(path, info.eod, info.bos)
-
-
-@lru_cache(maxsize=1)
-def _cached_counter(path: Path, info: TokenizerInfo) -> LossCounter:
-    return LossCounter(_cached_tokenizer(path, info))
+    tokenizer = load_tokenizer(path, info.eod, info.bos)
+    return tokenizer, LossCounter(tokenizer)
 
 
 def corpus_name(name: str | None, directory: Path) -> str:
@@ -435,18 +432,6 @@ def _batches(corpus: TextFiles) -> Iterator[DocumentBatch]:
             batch_texts, character_count = [], 0
     if batch_texts:
         yield DocumentBatch(batch_texts, corpus.read_bytes)
-
-
-def _nothing_found(inputs: Sequence[Path], corpus: TextFiles) -> str:
-    left_out = "; ".join(tell_counts(corpus.left_out.counts, corpus.left_out.files, where_all=""))
-    input_names = ", ".join(str(input_path) for input_path in inputs[:3]) + (
-        ", ..." if len(inputs) > 3 else ""
-    )
-    return (
-        f"the corpus is empty: no text in {count_noun(len(corpus.files), 'file')} of {input_names}"
-        + (f"; left out: {left_out}" if left_out else "")
-        + "; give other --input"
-    )
 
 
 Item = TypeVar("Item")

@@ -3,13 +3,12 @@ became of them."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -72,22 +71,18 @@ def tell_counts(
     counts: Mapping[str, int], files: Mapping[str, Sequence[str]], where_all: str = ": --json has all"
 ) -> list[str]:
     """One text per reason: count, reason and the first names. where_all: added after "N more"."""
-    return [
-        f"{count:,} {reason if count > 1 else _singular(reason)}"
-        + (f" ({_first_names(files[reason], where_all)})" if reason in files else "")
-        for reason, count in counts.items()
-    ]
-
-
-def _singular(reason: str) -> str:
-    """A reason for a single file: "binary file", "hidden file or folder"."""
-    reason_parts = reason.split(" and ")
-    return " or ".join(NOUN.sub(r"\1", part, count=part.count(",") + 1) for part in reason_parts)
-
-
-def _first_names(names: Sequence[str], where_all: str) -> str:
-    shown_names, names_left = ", ".join(map(make_visible, names[:NAMES_SHOWN])), len(names) - NAMES_SHOWN
-    return f"{shown_names}, and {names_left:,} more{where_all}" if names_left > 0 else shown_names
+    texts = []
+    for reason, count in counts.items():
+        text = f"{count:,} {reason}"
+        if count == 1:  # "binary file", "hidden file or folder"
+            parts = reason.split(" and ")
+            text = "1 " + " or ".join(NOUN.sub(r"\1", part, count=part.count(",") + 1) for part in parts)
+        if names := files.get(reason):
+            names_left = len(names) - NAMES_SHOWN
+            more = f", and {names_left:,} more{where_all}" if names_left > 0 else ""
+            text += f" ({', '.join(map(make_visible, names[:NAMES_SHOWN]))}{more})"
+        texts.append(text)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -166,9 +161,6 @@ class Summary:
             left_out_files=left_out.files if left_out else {},
             warnings=warnings or [],
         )
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         lines = [

@@ -46,8 +46,15 @@ def prepare_stdlib(
     A complete `output` is reused. Raises DataError if it has another vocabulary, or is another corpus.
     """
     if (output / FILE).exists() and not overwrite:
-        manifest = load_reusable(output, vocab_size)
+        manifest = Manifest.load_manifest(output)
         info = manifest.tokenizer
+        if (manifest.name, info.vocab_size) != (NAME, vocab_size):
+            raise DataError(
+                f"{output} is the corpus {manifest.name!r} with a vocabulary of {info.vocab_size}, "
+                f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
+            )
+        for split_name in manifest.splits:
+            Stream(output, manifest, split_name)  # checks the sizes of all its files
         return Summary.of_corpus(
             "reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos)
         )
@@ -69,16 +76,3 @@ def prepare_stdlib(
             source=f"standard library of Python {platform.python_version()}",
             progress=progress,
         )
-
-
-def load_reusable(output: Path, vocab_size: int) -> Manifest:
-    """The manifest of `output`. Raises DataError unless it is a complete corpus of this kind."""
-    manifest = Manifest.load_manifest(output)
-    if (manifest.name, manifest.tokenizer.vocab_size) != (NAME, vocab_size):
-        raise DataError(
-            f"{output} is the corpus {manifest.name!r} with a vocabulary of {manifest.tokenizer.vocab_size}, "
-            f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
-        )
-    for split_name in manifest.splits:
-        Stream(output, manifest, split_name)  # checks the sizes of all its files
-    return manifest

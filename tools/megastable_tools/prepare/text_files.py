@@ -20,6 +20,7 @@ import struct
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -53,7 +54,16 @@ from megastable_tools.prepare.reporting import CountedFiles
 from megastable_tools.prepare.token_files import LLM_C
 
 CHUNK = 1 << 20  # bytes read at a time
+SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain half of a pair, which UTF-8 cannot
 AS_TEXT = "read every file whose name does not tell its format as one text with --as-text"
+UNREAD = (
+    "is an archive or table of a kind that is not read here: unpack or convert it (to JSON lines or Parquet), choose "
+    "other files with --glob, or leave it out with --skip-bad"
+)
+MISNAMED = (
+    "holds {}, which its name does not tell: convert or rename it, choose other files with --glob, leave such files "
+    f"out with --skip-bad, or {AS_TEXT}"
+)
 READ: dict[Kind, str] = {
     "text": "texts, one document each",
     "json lines": "files of JSON lines",
@@ -104,7 +114,7 @@ class TextFiles:
         self.left_out, self.read = CountedFiles(self._found.left_out), CountedFiles()
         for input_path in self.files:  # fail before hours are spent on the others
             if format_of(input_path.name).kind == "unread":
-                self._unread(str(input_path))
+                self._leave_unread(str(input_path), UNREAD)
 
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
@@ -143,17 +153,21 @@ class TextFiles:
     ) -> Iterator[str]:
         """The documents of a file or member. named: the user named it. group: as for `CountedFiles.count_file`."""
         if form.kind in ("unread", "parquet", "tar"):
-            self._unread(where, group)
+            self._leave_unread(where, UNREAD, group)
             return
         kind, chunks, self._recognised, unread_kind = open_content(where, form, chunks, self.as_text)
         if kind == "text":
             yield from self._whole(where, chunks, named, group)
         elif kind == "unread":
-            self._misnamed(where, unread_kind, group)
+            self._leave_unread(where, MISNAMED.format(unread_kind), group)
         else:
             self._count(kind, where)
             if kind == "json lines":
-                yield from self._json_lines(where, chunks)
+                for line_number, raw_line in enumerate(_lines(chunks), start=1):
+                    line_place = f"{where}:{line_number}"
+                    line = self._decode(line_place, raw_line)
+                    if line is not None and line.strip():
+                        yield from self._record(line_place, line)
             elif kind == "arrow":
                 yield from self._rows(where, arrow_cells(where, chunks, self.key))
             else:
@@ -203,7 +217,7 @@ class TextFiles:
             data_folders.add(inside_path)
             if _is_hidden(inside_path):
                 self.left_out.count_file(HIDDEN, f"{where}!{name}", group=where)
-            elif is_datatrove(inside_path.name):
+            elif DATATROVE.fullmatch(inside_path.name):
                 self.left_out.count_file(TOKENS, f"{where}!{name}", name_group)
             elif is_about_data(inside_path.name) and inside_path.parent in data_folders:
                 self.left_out.count_file(ABOUT, f"{where}!{name}", name_group)
@@ -251,17 +265,10 @@ class TextFiles:
         if text == "":
             self.left_out.count_file(EMPTY, where, group)
         elif text is not None and not self.as_text and (record_kind := find_records(text, self.key)):
-            self._misnamed(where, record_kind, group)
+            self._leave_unread(where, MISNAMED.format(record_kind), group)
         elif text is not None:
             self._count("text", where)
             yield text
-
-    def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
-        for line_number, raw_line in enumerate(_lines(chunks), start=1):
-            line_place = f"{path}:{line_number}"
-            line = self._decode(line_place, raw_line)
-            if line is not None and line.strip():
-                yield from self._record(line_place, line)
 
     def _record(self, where: str, line: str) -> Iterator[str]:
         """The text of one JSON object."""
@@ -281,7 +288,7 @@ class TextFiles:
         text = record[self.key]
         if not isinstance(text, str):
             self._bad(where, f"{self.key!r} is {type(text).__name__}, not text")
-        elif not _is_unicode(text):
+        elif not text.isascii() and SURROGATE.search(text):
             self._bad(where, f"{self.key!r} contains half of a surrogate pair")
         else:
             yield text
@@ -316,21 +323,9 @@ class TextFiles:
             )
         self.left_out.count_file(BAD, where, group=self._reading)  # the first of each file, and how many more
 
-    def _unread(self, where: str, group: str | None = None) -> None:
+    def _leave_unread(self, where: str, problem: str, group: str | None = None) -> None:
         if not self.skip_bad:
-            raise DataError(
-                f"{where} is an archive or table of a kind that is not read here: unpack or convert it (to JSON lines "
-                "or Parquet), choose other files with --glob, or leave it out with --skip-bad"
-            )
-        self.left_out.count_file(NOT_READ, where, group)
-
-    def _misnamed(self, where: str, holds: str, group: str | None) -> None:
-        """A file whose name does not tell what it holds, which is not a text."""
-        if not self.skip_bad:
-            raise DataError(
-                f"{where} holds {holds}, which its name does not tell: convert or rename it, choose other files with "
-                f"--glob, leave such files out with --skip-bad, or {AS_TEXT}"
-            )
+            raise DataError(f"{where} {problem}")
         self.left_out.count_file(NOT_READ, where, group)
 
 
@@ -381,17 +376,6 @@ def is_utf16(head: bytes) -> bool:
     return "\0" not in decoded_text and len(decoded_text) > len(head) // 4
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8; JSON can contain half of a surrogate pair."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 DATA = {"json lines", "parquet", "arrow", "csv", "tsv", "tar"}
 LOOKED_AT = 8  # files of a folder whose names do not tell what they hold: those of one program are alike
 
@@ -410,7 +394,7 @@ _ABOUT = re.compile(
     r"special_tokens_map\.json|_success|(sha\d+|md5)sums?(\.txt)?|checksums?(\.txt)?|.*\.(sha\d+|md5|crc)",
     re.IGNORECASE,
 )
-_DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
+DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
 
 
 @dataclass
@@ -499,19 +483,12 @@ def _find_unnamed_data(paths: Sequence[Path], folders: set[Path]) -> set[Path]:
         wanting = [parent for parent in path.parents if parent in folders and looks[parent] < LOOKED_AT]
         if wanting and format_of(path.name).kind == "text" and not is_about_data(path.name):
             looks.update(wanting)
-            if _file_holds_data(path):
-                found_folders.update(wanting)
+            if not path.is_file():
+                continue  # a pipe can be read once
+            with suppress(OSError), path.open("rb") as unnamed_file:  # it is raised again on reading
+                if holds_data(str(path), iter(partial(unnamed_file.read, SNIFFED), b"")):
+                    found_folders.update(wanting)
     return found_folders
-
-
-def _file_holds_data(path: Path) -> bool:
-    if not path.is_file():
-        return False  # a pipe can be read once
-    try:
-        with path.open("rb") as unnamed_file:
-            return holds_data(str(path), iter(partial(unnamed_file.read, SNIFFED), b""))
-    except OSError:
-        return False  # it is raised again on reading
 
 
 def holds_data(name: str, chunks: Iterable[bytes]) -> bool:
@@ -523,11 +500,6 @@ def holds_data(name: str, chunks: Iterable[bytes]) -> bool:
         return open_content(name, file_format, chunks).recognised
     except DataError:
         return False  # as for OSError
-
-
-def is_datatrove(name: str) -> bool:
-    """Whether a file is part of a datatrove shard, by its name."""
-    return _DATATROVE.fullmatch(name) is not None
 
 
 def is_about_data(name: str) -> bool:
@@ -567,7 +539,7 @@ def _walk(folder: Path, found: Files) -> Iterator[Path]:
 
 def _is_tokens(path: Path) -> bool:
     """Whether a file is part of a datatrove or Megatron shard, or one of llm.c's."""
-    if is_datatrove(path.name):
+    if DATATROVE.fullmatch(path.name):
         return True
     if path.suffix not in (".bin", ".idx"):
         return False

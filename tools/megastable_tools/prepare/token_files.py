@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,9 +32,8 @@ LLM_C: dict[int, tuple[int, IdType]] = {
 }  # magic: version, ids
 _LLM_C_HEADER = 256 * 4  # bytes
 _EVALUATION = 20240522  # llm.c's magic of multiple-choice questions
-LONGEST_WITHOUT_END = (
-    1 << 22
-)  # tokens: a file without an end of document among its first ones uses another token
+# Tokens: a file without an end of document among its first ones uses another token.
+LONGEST_WITHOUT_END = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,11 @@ def datatrove_file(path: Path) -> TokenFile:
             f"{path} has no {index_path.name} beside it, the index of document ends: restore it, or write the file "
             "again with save_index=True"
         )
-    raw = index_path.read_bytes()[-8:] if index_path.stat().st_size < 8 else _tail(index_path)
-    tokens = struct.unpack("<Q", raw)[0] if len(raw) == 8 and index_path.stat().st_size % 8 == 0 else 0
+    tokens, index_size = 0, index_path.stat().st_size
+    if index_size and index_size % 8 == 0:
+        with index_path.open("rb") as index_file:
+            index_file.seek(-8, os.SEEK_END)
+            tokens = struct.unpack("<Q", index_file.read(8))[0]
     itemsize = _datatrove_itemsize(path) or (size // tokens if tokens else 0)
     if itemsize not in (2, 4) or tokens * itemsize != size:
         raise DataError(
@@ -128,12 +131,6 @@ def datatrove_file(path: Path) -> TokenFile:
     masks = path.with_name(path.name + ".loss")
     note = f"the loss masks of {masks.name} are not used: every token is trained on" if masks.exists() else ""
     return TokenFile(path, "uint16" if itemsize == 2 else "uint32", 0, tokens, index_path, note)
-
-
-def _tail(path: Path) -> bytes:
-    with path.open("rb") as index_file:
-        index_file.seek(-8, 2)
-        return index_file.read(8)
 
 
 def _datatrove_itemsize(path: Path) -> int | None:

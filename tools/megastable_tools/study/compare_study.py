@@ -18,7 +18,7 @@ from megastable.config.tree import RunConfig
 from megastable.report.figures import limit_value
 from megastable.report.text_output import make_table
 from megastable_tools.study.study_directory import StudyReport
-from megastable_tools.study.trial import QUIET, Trial, TrialResult
+from megastable_tools.study.trial import Trial, TrialResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,11 +53,6 @@ class CompareGrid:
         """Raises ConfigError for a candidate that could not start."""
         for index in range(len(self.candidates)):
             recipe.load_recipe(self.path, self.make_trial(index, self.seeds[0]).overrides)
-
-
-def common_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The overrides of all trials."""
-    return (*QUIET, *overrides)
 
 
 # Means with confidence intervals, and paired differences

@@ -180,7 +180,12 @@ def run_pieces(
         while waiting_work or running_work:
             while waiting_work and free_slots:
                 work_piece, free_slot = waiting_work.pop(), free_slots.pop()
-                own_folder = _made(folder / work_piece.name)
+                own_folder = folder / work_piece.name
+                try:
+                    shutil.rmtree(own_folder, ignore_errors=True)  # left by a process that was killed
+                    own_folder.mkdir(parents=True)
+                except OSError as error:
+                    raise DataError(f"{own_folder} cannot be made: {error}: make room, start again") from None
                 process = process_context.Process(
                     target=_work,
                     args=(work_piece, os.getcwd(), _environment(free_slot), own_folder / "output.log"),
@@ -200,16 +205,6 @@ def run_pieces(
         for process, *_ in running_work.values():
             process.kill()
             process.join()
-
-
-def _made(folder: Path) -> Path:
-    """A new folder, in place of what a process that was killed has left. Raises DataError."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be made: {error}: make room, start again") from None
-    return folder
 
 
 def _environment(slot: int) -> dict[str, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import gcd
 
 from megastable.base.errors import ConfigError
@@ -56,27 +55,17 @@ NONE, ALL = "none", "all"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-@dataclass(frozen=True)
-class Switch:
-    """Overrides of the recipe without and with it."""
-
-    off: tuple[str, ...]
-    on: tuple[str, ...]
-
-
-def usual_switches(model: ModelConfig) -> dict[str, Switch]:
-    """Those that every recipe knows (arXiv:2309.14322, section 3.1)."""
-    norm = str(model.qk_norm or True).lower()
-    return {
-        "qk_norm": Switch(("model.qk_norm=false",), (f"model.qk_norm={norm}",)),
-        "z_loss": Switch(("model.z_loss=0",), (f"model.z_loss={model.z_loss or 1e-4}",)),
-    }
+Switch = tuple[tuple[str, ...], tuple[str, ...]]  # overrides of the recipe without and with it
 
 
 def parse_interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Overrides by intervention, in the order given. given: names with commas between, or one definition each; see
     above. Raises ConfigError."""
-    switches, wanted_names = usual_switches(model), list[str]()
+    norm, wanted_names = str(model.qk_norm or True).lower(), list[str]()
+    switches: dict[str, Switch] = {  # what every recipe knows (arXiv:2309.14322, section 3.1)
+        "qk_norm": (("model.qk_norm=false",), (f"model.qk_norm={norm}",)),
+        "z_loss": (("model.z_loss=0",), (f"model.z_loss={model.z_loss or 1e-4}",)),
+    }
     for text in given:
         name, equals_sign, overrides = text.partition("=")
         if not equals_sign:
@@ -90,7 +79,7 @@ def parse_interventions(given: Sequence[str], model: ModelConfig) -> dict[str, t
             raise ConfigError(
                 f"--interventions {text!r}: after the name come overrides, e.g. norms=model.norms=after"
             )
-        switches[name] = Switch((), tuple(overrides.split()))
+        switches[name] = (), tuple(overrides.split())
         wanted_names.append(name)
     names_used = [part for name in wanted_names for part in name.split("+") if part not in (NONE, ALL)]
     if unknown := [name for name in names_used if name not in switches]:
@@ -105,5 +94,5 @@ def _overrides(name: str, switches: Mapping[str, Switch]) -> tuple[str, ...]:
     names_on = [] if name == NONE else list(switches) if name == ALL else name.split("+")
     if set(names_on) & {NONE, ALL}:
         raise ConfigError(f"--interventions {name}: {NONE} and {ALL} stand alone")
-    off = [override for key, switch in switches.items() if key not in names_on for override in switch.off]
-    return (*off, *(override for key in names_on for override in switches[key].on))
+    off = [override for key, (without, _) in switches.items() if key not in names_on for override in without]
+    return (*off, *(override for key in names_on for override in switches[key][1]))
