@@ -220,8 +220,9 @@ class Block(nn.Module):
         `forward`, which is unchanged. Collective over the tensor and the context group."""
         x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
-        attended = self.attention_norm(x) if self.residual.norms_input else x
-        q, k, _ = self.attention.rotate_heads(self.attention.qkv(attended), at)
+        # No name for the normed x: it would live on in memory while the heads are made.
+        qkv = self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x)
+        q, k, _ = self.attention.rotate_heads(qkv, at)
         return q, k
 
     @torch.no_grad()
