@@ -64,8 +64,8 @@ class Trainer:
         with ExitStack() as closing:
             peak, source = find_peak(c, self.engine)
             self.log.say_line(introduce_run(c, self.engine, self.run.root, peak, source))
-            for text in self.engine.kernels.notes:
-                self.log.emit_event(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
+            for note_text in self.engine.kernels.notes:
+                self.log.emit_event(Warned(step=self.state.step, text=note_text), say=f"WARNING: {note_text}")
             observer = None
             if dist.get_rank() == 0:
                 device, attempt = self.engine.device, heart.attempt

@@ -350,7 +350,11 @@ class Policy:
 
     def _tell_spent(self, counts: Mapping[str, tuple[int, int]]) -> str:
         """Which budget is spent, as a clause; "" if none is. counts: of actions, and how many there may be, by name."""
-        spent = [f"the {most} {name}" for name, (taken_count, most) in counts.items() if taken_count >= most]
+        spent = [
+            f"the {most} {count_name}"
+            for count_name, (taken_count, most) in counts.items()
+            if taken_count >= most
+        ]
         return (
             f"{spent[0]} per {self.config.budget_window} steps (stability.policy) are spent" if spent else ""
         )

@@ -364,13 +364,13 @@ def choose_remedy(branches: Mapping[str, Floats], steps: int) -> RemedyTrial:
     """
     best_name = min(branches, key=lambda name: _level(branches[name]))
     without_remedy = min((NOTHING, OTHER_DATA), key=lambda name: _level(branches[name]))
-    for name, losses in branches.items():
+    for branch_name, losses in branches.items():
         mean_gain, gain_error = mean_difference(branches[without_remedy], losses)
-        if name not in (NOTHING, OTHER_DATA) and not mean_gain > max(HARM, SURE * gain_error):
+        if branch_name not in (NOTHING, OTHER_DATA) and not mean_gain > max(HARM, SURE * gain_error):
             continue
         mean_behind, behind_error = mean_difference(losses, branches[best_name])
         if mean_behind <= max(TOLERANCE, SURE * behind_error):
-            return RemedyTrial(name, mean_gain, gain_error, steps)
+            return RemedyTrial(branch_name, mean_gain, gain_error, steps)
     return RemedyTrial(without_remedy, 0.0, 0.0, steps)
 
 

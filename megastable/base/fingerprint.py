@@ -71,12 +71,15 @@ def mark_of(tensor: Tensor, device: str | None = None) -> Mark:
 def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
     """like: marks that these will be compared with."""
     device_by_name = {name: mark.device for name, mark in (like or {}).items()}
-    return {name: mark_of(tensor, device_by_name.get(name)) for name, tensor in tensors.items()}
+    return {
+        tensor_name: mark_of(tensor, device_by_name.get(tensor_name))
+        for tensor_name, tensor in tensors.items()
+    }
 
 
 def compare_marks(marks: Marks, others: Marks) -> list[str]:
     """The names whose marks differ, or that only one of them has. Waits for the devices, once for each."""
-    both = [name for name in marks if name in others]
+    both = [mark_name for mark_name in marks if mark_name in others]
     pairs = zip(both, _values(marks, both), _values(others, both), strict=True)
     return [*(name for name, a, b in pairs if a != b), *sorted(marks.keys() ^ others.keys())]
 

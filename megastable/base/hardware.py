@@ -58,7 +58,7 @@ def _description(device: torch.device) -> str:
         return f"{platform.processor()} {computing}"
     # "Features" on Arm
     wanted_fields = ("model name", "flags", "Features", "CPU part")
-    wanted_lines = dict.fromkeys(line for line in cpu_lines if line.startswith(wanted_fields))
+    wanted_lines = dict.fromkeys(cpu_line for cpu_line in cpu_lines if cpu_line.startswith(wanted_fields))
     return "\n".join([computing, *wanted_lines])
 
 
@@ -111,9 +111,9 @@ PACKAGES = ("torch", "deepspeed", "transformer-engine", "flash-attn", "liger-ker
 def describe_software(device: torch.device) -> dict[str, str]:
     """Versions by name, as far as installed, and the device."""
     package_versions = {"megastable": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    for package_name in PACKAGES:
         try:
-            package_versions[name] = metadata.version(name)
+            package_versions[package_name] = metadata.version(package_name)
         except metadata.PackageNotFoundError:
             continue
     if device.type == "cuda":

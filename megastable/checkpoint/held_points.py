@@ -118,11 +118,11 @@ def newest_complete(
     """
     known_keys = {part.key for parts in held for part in parts}
     passed_over: dict[PointKey, str] = {}
-    for key in sorted(known_keys, key=lambda key: (key.step, key.epoch, key.lineage), reverse=True):
-        assembled_point = refuse(key) or _assembled(key, held)
+    for known_key in sorted(known_keys, key=lambda key: (key.step, key.epoch, key.lineage), reverse=True):
+        assembled_point = refuse(known_key) or _assembled(known_key, held)
         if not isinstance(assembled_point, str):
             return assembled_point, passed_over
-        passed_over[key] = assembled_point
+        passed_over[known_key] = assembled_point
     return None, passed_over
 
 

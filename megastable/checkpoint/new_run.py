@@ -128,7 +128,9 @@ def write_run(
             log = RunLog(made)
             log.commit_event(Imported(step=state.step, **origin))
             for event in people:
-                timeless_fields = {key: value for key, value in event.fields.items() if key != "time"}
+                timeless_fields = {
+                    field_key: value for field_key, value in event.fields.items() if field_key != "time"
+                }
                 log.commit_event(event.from_fields(timeless_fields))
     except OSError as error:
         reason = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or error

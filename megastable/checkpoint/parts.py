@@ -83,10 +83,10 @@ def write_rank(
     with TensorFile(folder / f"{base_name}.safetensors", tensor_entries, each=each) as tensor_file:
         for f, fragment_kinds in counted_fragments:
             piece_statistics: dict[str, PieceStatistics] = {}
-            for kind in fragment_kinds:
-                piece = tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
-                tensor_file.write_tensor(entry_name(kind, f.name), piece)
-                piece_statistics[kind] = measure(piece)
+            for fragment_kind in fragment_kinds:
+                piece = tensors[f"{f.group}/{fragment_kind}"][f.offset : f.offset + f.numel].float()
+                tensor_file.write_tensor(entry_name(fragment_kind, f.name), piece)
+                piece_statistics[fragment_kind] = measure(piece)
             shard_pieces.append(
                 ShardPiece(
                     name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
@@ -100,7 +100,9 @@ def write_rank(
     file_records |= description_records | {random_file.name: write_file(random_file, random)}
     if topology.rank == 0:
         shared_tensors = {
-            name.removeprefix(ALIKE): tensor for name, tensor in tensors.items() if name.startswith(ALIKE)
+            tensor_name.removeprefix(ALIKE): tensor
+            for tensor_name, tensor in tensors.items()
+            if tensor_name.startswith(ALIKE)
         }
         shared_records, shared_finite = write_shared(folder, shared_tensors)
         file_records, all_finite = file_records | shared_records, all_finite and shared_finite
@@ -109,7 +111,9 @@ def write_rank(
 
 def adam_step_of(tensors: Mapping[str, Tensor]) -> float:
     """The optimizer's count of updates in the engine's `optimizer_state`; 0 without its state."""
-    return next((float(tensor) for name, tensor in tensors.items() if name.endswith("/step")), 0.0)
+    return next(
+        (float(tensor) for tensor_name, tensor in tensors.items() if tensor_name.endswith("/step")), 0.0
+    )
 
 
 def describe_part(
@@ -118,7 +122,7 @@ def describe_part(
     """Write the description of a rank's pieces; place: (rank, stage, tensor rank). Returns whether all numbers are
     finite, too. Raises OSError."""
     rank, stage, tensor_rank = place
-    kinds = tuple(dict.fromkeys(kind for piece in pieces for kind in piece.statistics))
+    kinds = tuple(dict.fromkeys(statistic_kind for piece in pieces for statistic_kind in piece.statistics))
     part = Pieces(rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds, pieces=tuple(pieces))
     name = f"{part_name(rank)}.json"
     return {name: write_file(folder / name, part.model_dump_json().encode())}, part.finite
@@ -129,10 +133,12 @@ def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Files, bo
     parameters, so that it is the same in every layout. Raises OSError."""
     if not tensors:
         return {}, True
-    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    entries = [
+        (tensor_name, tensor.dtype, tuple(tensor.shape)) for tensor_name, tensor in sorted(tensors.items())
+    ]
     with TensorFile(folder / store.SHARED, entries) as file:
-        for name, tensor in sorted(tensors.items()):
-            file.write_tensor(name, tensor)
+        for tensor_name, tensor in sorted(tensors.items()):
+            file.write_tensor(tensor_name, tensor)
     return {store.SHARED: file.record}, all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 

@@ -232,11 +232,11 @@ def set_aside_newer(
             f"{stuck[0]}: a checkpoint later than step {step}, to which the run is rewound, could not be set aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
-    new_names = {f"{SUSPECT}-{path.name}" for path in renamed_paths}
+    new_names = {f"{SUSPECT}-{renamed_path.name}" for renamed_path in renamed_paths}
     for old_suspect in older_suspects if renamed_paths and forget else ():
         if old_suspect.name not in new_names and not (old_suspect / PINNED).exists():
             shutil.rmtree(old_suspect, ignore_errors=True)
-    return [path.name for path in renamed_paths]
+    return [renamed_path.name for renamed_path in renamed_paths]
 
 
 def _rename(checkpoint: Path, why: str) -> None:

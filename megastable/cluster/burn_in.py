@@ -245,7 +245,7 @@ def read_diagnosis(output: str) -> list[str]:
                         serious_texts.append(told["warning"])
                 if test_result["status"].lower() == "fail" and serious_texts:
                     gpu_keys = ("entity_id", "gpu_id", "gpu_ids")
-                    gpu = next((test_result[key] for key in gpu_keys if key in test_result), "?")
+                    gpu = next((test_result[gpu_key] for gpu_key in gpu_keys if gpu_key in test_result), "?")
                     failed_tests.append(f"GPU {gpu}: dcgmi diag: {test['name']}: {'; '.join(serious_texts)}")
     return failed_tests
 

@@ -245,7 +245,9 @@ def _address(wanted: str) -> str:
             f"supervise.interface={wanted}: only a link-local IPv6 address (fe80::...), which other hosts cannot use: "
             "name an interface with another address"
         )
-    known = ", ".join(sorted(name for name, of in addresses.items() if any(map(_is_usable, of))))
+    known = ", ".join(
+        sorted(address_name for address_name, of in addresses.items() if any(map(_is_usable, of)))
+    )
     raise ConfigError(f"supervise.interface={wanted}: no such interface or address here; there are {known}")
 
 

@@ -359,7 +359,7 @@ def _slow(rates: Mapping[Key, float], unit: str, noisy: bool) -> Iterator[tuple[
     if len(rates) >= ENOUGH:
         median_deviation = statistics.median(abs(rate - median_rate) for rate in rates.values())
         lowest_rate = min(lowest_rate, median_rate - OUTLIER * 1.4826 * median_deviation)
-    for key, rate in rates.items():
+    for rate_key, rate in rates.items():
         if rate < lowest_rate:
             severity: Severity = "refuse" if rate < HALF * median_rate and not noisy else "warn"
             finding_text = (
@@ -367,7 +367,7 @@ def _slow(rates: Mapping[Key, float], unit: str, noisy: bool) -> Iterator[tuple[
                 f"({median_rate:.3g}): every step waits for it; see what else runs there, its cooling and its "
                 "clocks, or leave it out"
             )
-            yield key, severity, finding_text
+            yield rate_key, severity, finding_text
 
 
 HEADS: dict[Check, str] = {

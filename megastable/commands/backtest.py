@@ -103,11 +103,19 @@ def _read(source: Path) -> list[Recorded]:
             f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
         )
     # fp16 overflows are not judged: the loss scale is reduced.
-    judged_rows = [row for row in record_rows if row["finite"] or row["loss_scale"] <= 1]
+    judged_rows = [
+        record_row for record_row in record_rows if record_row["finite"] or record_row["loss_scale"] <= 1
+    ]
     # A change of length was announced to the detector like one of the data.
     return [
-        Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"], row["piece"] and str(row["piece"]))
-        for row in judged_rows
+        Recorded(
+            judged_row["step"],
+            judged_row["loss"],
+            judged_row["grad_norm"],
+            judged_row["lr"],
+            judged_row["piece"] and str(judged_row["piece"]),
+        )
+        for judged_row in judged_rows
     ]
 
 

@@ -67,8 +67,10 @@ def profile(
             _show_trace(console, trace, rows)
         if not traces:
             console.print(NO_TRACE, soft_wrap=True)
-        for name in snapshot_names:
-            console.print(f"Memory ran out: {name}, for https://pytorch.org/memory_viz", soft_wrap=True)
+        for snapshot_name in snapshot_names:
+            console.print(
+                f"Memory ran out: {snapshot_name}, for https://pytorch.org/memory_viz", soft_wrap=True
+            )
     summary, slowest_facts = asdict(phases), None
     del summary["problems"]  # of the traces, too, below
     if slowest_host is not None:

@@ -220,8 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"# DeepSpeed, {count_noun(world, 'rank')}\n{json.dumps(ds, indent=2)}", flush=True)
         if epochs:
             print(epochs, file=sys.stderr)
-        for text in warnings:  # behind the long page, where a terminal shows them
-            print(f"WARNING: {text}", file=sys.stderr)
+        for warning_text in warnings:  # behind the long page, where a terminal shows them
+            print(f"WARNING: {warning_text}", file=sys.stderr)
         found = f"valid on {count_noun(world, 'rank')}, {count_noun(len(warnings), 'warning')}"
         print(f"{args.recipe}: {found}", file=sys.stderr)
 

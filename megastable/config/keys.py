@@ -114,7 +114,10 @@ def walk_sections(path: str = "", section: type[Section] = RunConfig) -> Iterato
 
 def keys_of(path: str, section: type[Section]) -> list[Key]:
     """The keys of the section at `path`."""
-    return [Key(f"{path}.{name}".removeprefix("."), field) for name, field in section.model_fields.items()]
+    return [
+        Key(f"{path}.{field_name}".removeprefix("."), field)
+        for field_name, field in section.model_fields.items()
+    ]
 
 
 def all_keys() -> list[Key]:

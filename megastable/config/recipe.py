@@ -29,7 +29,7 @@ def find_recipe(path: str | Path) -> Path:
     # Beside an installed package lie those of others.
     base_folders = [ROOT, SHIPPED] if IS_CHECKOUT else [SHIPPED]
     possible_paths = [given_path, *(base_folder / given_path for base_folder in base_folders)]
-    return next((path for path in possible_paths if path.exists()), given_path)
+    return next((possible_path for possible_path in possible_paths if possible_path.exists()), given_path)
 
 
 def list_shipped_files(folder: str) -> str:

@@ -221,8 +221,16 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _one_clock(self) -> ScheduleConfig:
         lengths = ("warmup", "decay", "total")
-        steps = [f"{key}_steps" for key in lengths if getattr(self, f"{key}_steps") is not None]
-        tokens = [f"{key}_tokens" for key in lengths if getattr(self, f"{key}_tokens") is not None]
+        steps = [
+            f"{length_key}_steps"
+            for length_key in lengths
+            if getattr(self, f"{length_key}_steps") is not None
+        ]
+        tokens = [
+            f"{length_key}_tokens"
+            for length_key in lengths
+            if getattr(self, f"{length_key}_tokens") is not None
+        ]
         if tokens and "warmup_tokens" not in tokens:
             raise ValueError(
                 f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none"

@@ -99,7 +99,7 @@ def open_held_out(
             problem_by_name[name] = str(error)
 
     def source(weights: Mapping[str, float]) -> Source | None:
-        chosen = {name: stream for name, stream in streams.items() if name in weights}
+        chosen = {stream_name: stream for stream_name, stream in streams.items() if stream_name in weights}
         if not chosen:
             return None
         corpora = [OrderedCorpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
@@ -270,7 +270,9 @@ def open_corpora(
     given = [corpus.model_copy(update={"path": find_recipe(corpus.path)}) for corpus in given]
     manifests = [Manifest.load_manifest(corpus.path) for corpus in given]
     corpus_names = [manifest.name for manifest in manifests]
-    if twice := next((name for name in corpus_names if corpus_names.count(name) > 1), None):
+    if twice := next(
+        (corpus_name for corpus_name in corpus_names if corpus_names.count(corpus_name) > 1), None
+    ):
         raise ConfigError(
             f"data.corpora: two corpora are named {twice!r}: list a corpus once, with its weight, or prepare one of "
             "them under another name"

@@ -59,7 +59,11 @@ class TokenizerInfo(BaseModel):
     def _as_before(self, given: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Without a bos token the key is omitted, so that the fingerprints of older corpora stay valid.
         serialized_fields: dict[str, Any] = given(self)
-        return {key: value for key, value in serialized_fields.items() if key != "bos" or value is not None}
+        return {
+            field_key: value
+            for field_key, value in serialized_fields.items()
+            if field_key != "bos" or value is not None
+        }
 
 
 class Segment(BaseModel):

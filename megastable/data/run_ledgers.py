@@ -111,7 +111,11 @@ class Skipping:
     def find_foreign(self, order: Order) -> dict[Identity, int]:
         """Corpora that lines of the last read name tokens of, and how many, but that are not in `order`."""
         own_identities = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
-        return {key: of.count() for key, of in self._excluded.tokens.items() if key not in own_identities}
+        return {
+            token_key: of.count()
+            for token_key, of in self._excluded.tokens.items()
+            if token_key not in own_identities
+        }
 
 
 Int64s = npt.NDArray[np.int64]

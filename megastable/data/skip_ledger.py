@@ -366,7 +366,7 @@ def release_entries(
     foreign_selection = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
     free_positions = positions[~foreign_selection.mask_skipped(positions)]
     release_lines = sample_entries(order, free_positions, f"released: {reason}", (), incident, step)
-    return [line.model_copy(update={"released": True}) for line in release_lines]
+    return [release_line.model_copy(update={"released": True}) for release_line in release_lines]
 
 
 def _releases(entry: AnyEntry) -> bool:

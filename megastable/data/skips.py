@@ -166,7 +166,11 @@ class Exclusions:
     def of_corpora(self, names: Set[str]) -> Exclusions:
         """Without the swapped positions of other corpora."""
         swapped = {name: corpus_skips for name, corpus_skips in self.swapped.items() if name in names}
-        counts = {name: count for name, count in self.counts.items() if name is None or name in names}
+        counts = {
+            count_name: count
+            for count_name, count in self.counts.items()
+            if count_name is None or count_name in names
+        }
         return replace(self, swapped=swapped, counts=counts)
 
 

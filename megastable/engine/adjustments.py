@@ -159,7 +159,9 @@ class Adjustments:
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
         }
-        self.possible = frozenset(name for name, is_possible in possible_names.items() if is_possible)
+        self.possible = frozenset(
+            possible_name for possible_name, is_possible in possible_names.items() if is_possible
+        )
         self.now: tuple[str, ...] = ()
 
     def follow_config(self, config: RunConfig) -> None:

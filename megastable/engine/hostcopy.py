@@ -73,11 +73,11 @@ class HostCopy:
             return torch.empty_like(tensor, device="cpu", pin_memory=self._stream is not None)
 
         originals = {name: tensor.detach() for name, tensor in source.items()}
-        copies = {name: place(name, tensor) for name, tensor in originals.items()}
+        copies = {original_name: place(original_name, tensor) for original_name, tensor in originals.items()}
 
         def fill() -> None:
-            for name, original_tensor in originals.items():
-                copies[name].copy_(original_tensor, non_blocking=True)
+            for original_name, original_tensor in originals.items():
+                copies[original_name].copy_(original_tensor, non_blocking=True)
 
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -96,8 +96,8 @@ class HostCopy:
         """Memory to copy into (`spare`), touched: the system provides pages on the first write, which is slow."""
         is_pinned = self._stream is not None
         return {
-            name: torch.empty(tensor_shape, dtype=dtype, pin_memory=is_pinned).zero_()
-            for name, tensor_shape in shapes.items()
+            shape_name: torch.empty(tensor_shape, dtype=dtype, pin_memory=is_pinned).zero_()
+            for shape_name, tensor_shape in shapes.items()
         }
 
     def synchronize(self) -> None:

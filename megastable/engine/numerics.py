@@ -128,7 +128,9 @@ class NumericsSwitch:
 
     def kinds_of(self, names: Collection[str]) -> frozenset[str]:
         """The kinds of this run's kernels with these names; others are not in use."""
-        return frozenset(kind for kind, kernel_name in self.kernels.items() if kernel_name in names)
+        return frozenset(
+            kernel_kind for kernel_kind, kernel_name in self.kernels.items() if kernel_name in names
+        )
 
     def switch_to(self, to: Numerics) -> None:
         """Compute so from the next step on. Delayed scales of FP8 lose their history where FP8 is switched."""

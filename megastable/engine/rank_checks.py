@@ -263,11 +263,15 @@ class Replicas:
     def make_columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
         """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint_kind`."""
         groups = {kind: self.find_group(kind) for kind in kinds}
-        held = [self.fingerprint_kind(kind, weights) for kind, group in groups.items() if group is not None]
+        held = [
+            self.fingerprint_kind(group_kind, weights)
+            for group_kind, group in groups.items()
+            if group is not None
+        ]
         values = iter(torch.stack(held).tolist() if held else [])
         columns: list[float] = []
-        for kind, own in groups.items():
-            for group in range(len(self.kinds[kind])):
+        for group_kind, own in groups.items():
+            for group in range(len(self.kinds[group_kind])):
                 columns += split_fingerprint(next(values)) if group == own else [0.0] * COLUMNS
         return columns
 

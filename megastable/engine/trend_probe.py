@@ -179,12 +179,16 @@ class TrendProbe(BlockHooks):
 
 def _row(numbers: Tensor) -> dict[str, float]:
     """The numbers of one row, from its totals, counts and maxima, fp64 [3, kinds]."""
-    total, count, highest = (dict(zip(KINDS, line.tolist(), strict=True)) for line in numbers)
+    total, count, highest = (dict(zip(KINDS, number_line.tolist(), strict=True)) for number_line in numbers)
     found: dict[str, float] = {}
     if count["attention"]:
         found |= {"entropy": total["attention"] / count["attention"], "logit": highest["attention"]}
         found["focus"] = total["focus"] / count["focus"]
-    found |= {kind: math.sqrt(total[kind] / count[kind]) for kind in OUTPUTS if count[kind]}
+    found |= {
+        output_kind: math.sqrt(total[output_kind] / count[output_kind])
+        for output_kind in OUTPUTS
+        if count[output_kind]
+    }
     if count["stream"] and total["stream"] > 0:
         found["added"] = math.sqrt(total["added"] / total["stream"])
     for kind in ("weight", "gradient", "update"):

@@ -76,7 +76,7 @@ class Adafactor(PieceOptimizer):
     def _means(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         """Means of squared gradients over the rows and columns of the matrices that some rank updates. Collective."""
         matrices = {n: p.shape for n, p in self.at.parameters.items() if len(p.shape) > 1}
-        names = [(kind, name) for name in matrices for kind in (ROWS, COLUMNS, PRESENT)]
+        names = [(kind, matrice_name) for matrice_name in matrices for kind in (ROWS, COLUMNS, PRESENT)]
         lengths = [1 if kind == PRESENT else matrices[name][kind == COLUMNS] for kind, name in names]
         flat_sums = torch.zeros(sum(lengths), device=next(iter(self._fragments)).device)
         sums = dict(zip(names, flat_sums.split(lengths), strict=True))
@@ -91,7 +91,7 @@ class Adafactor(PieceOptimizer):
         if dist.is_initialized():
             dist.all_reduce(flat_sums)
         # Some of ZeRO's wrappers update one group of parameters at a time: the others' averages stay.
-        update_counts = torch.cat([sums[PRESENT, name] for name in matrices]).tolist()
+        update_counts = torch.cat([sums[PRESENT, matrice_name] for matrice_name in matrices]).tolist()
         present = {name for name, count in zip(matrices, update_counts, strict=True) if count}
         return {
             f"{kind}/{name}": sums[kind, name].div_(matrices[name][kind == ROWS])

@@ -185,8 +185,8 @@ class AGC(Clipping):
         self._first: dict[str, int] = {}  # the row in the table of every tensor's first unit
         self._rows: dict[Fragment, Tensor] = {}  # of every row of a fragment's shard
         self._units = 0
-        for name, whole_parameter in parameters.items():
-            self._first[name] = self._units
+        for parameter_name, whole_parameter in parameters.items():
+            self._first[parameter_name] = self._units
             self._units += whole_parameter.shape[0] if len(whole_parameter.shape) > 1 else 1
 
     def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:

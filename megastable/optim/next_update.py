@@ -84,10 +84,12 @@ def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
         update_settings |= _leaves("precision.fp8", fp8.model_dump(exclude={"recipe"}))
     optimizer_settings = config.optimizer.model_dump(exclude={"lr"})  # part of the rate
     clipping_settings = optimizer_settings.pop("clipping")
-    optimizer_settings |= {f"clipping.{key}": value for key, value in clipping_settings.items()}
-    for key, value in optimizer_settings.items():
-        if config.optimizer.reads_key(key):
-            update_settings |= _leaves(f"optimizer.{key}", value)
+    optimizer_settings |= {
+        f"clipping.{setting_key}": value for setting_key, value in clipping_settings.items()
+    }
+    for setting_key, value in optimizer_settings.items():
+        if config.optimizer.reads_key(setting_key):
+            update_settings |= _leaves(f"optimizer.{setting_key}", value)
     return update_settings
 
 

@@ -276,7 +276,7 @@ class Trials:
         tried.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
-        end_losses = {name: branch.measured for name, branch in branches.items()}
+        end_losses = {branch_name: branch.measured for branch_name, branch in branches.items()}
         trial = run_on_first(lambda: choose_remedy(end_losses, len(batches)))
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)

@@ -148,8 +148,12 @@ class NumericsChoice:
         chosen_numerics = Numerics(fp8, switch.kinds_of(left_kernels))
         switch.switch_to(chosen_numerics)
         self.engine.adjustments.switch_to(guard_policy.state.adjusted)  # a dry run has none of its own
-        if gone := [name for name in left_kernels if name not in switch.kernels.values()]:
-            guard_policy.state.kernels = [name for name in left_kernels if name not in gone]
+        if gone := [
+            kernel_name for kernel_name in left_kernels if kernel_name not in switch.kernels.values()
+        ]:
+            guard_policy.state.kernels = [
+                kernel_name for kernel_name in left_kernels if kernel_name not in gone
+            ]
             event = KernelsTriedAgain(step=state.step, kernels=gone, now=list(switch.kernels.values()))
             self.log.emit_event(event, say=True)
         if chosen_numerics != self._told:
@@ -166,7 +170,11 @@ class NumericsChoice:
                 say=f"step {state.step}: goes on in {precision}: {guard_policy.precision}",
             )
         if left_kinds := to.plain - told_numerics.plain:
-            names = [name for kind, name in self.engine.numerics.kernels.items() if kind in left_kinds]
+            names = [
+                name
+                for kernel_kind, name in self.engine.numerics.kernels.items()
+                if kernel_kind in left_kinds
+            ]
             self.log.emit_event(
                 KernelsLeft(step=state.step, kernels=names, reason=policy_state.WRONG_KERNELS), say=True
             )

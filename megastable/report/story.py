@@ -133,7 +133,9 @@ def print_story(run: Path) -> None:
         f"\ntraining loss    {show_number(s['first_loss'])} -> {show_number(s['final_loss'])} nats per token "
         f"(mean of the last 20 steps)\nvalidation loss  {validation}\n"
     )
-    print(*(f"{name:<{name_width}}  {remark}" for name, remark in file_remarks.items()), sep="\n")
+    print(
+        *(f"{remark_name:<{name_width}}  {remark}" for remark_name, remark in file_remarks.items()), sep="\n"
+    )
     programs = os.path.relpath(Path(sys.executable).parent)  # where this environment has its commands
     print(
         f"\nThe run:   {programs}/megastable watch {run}   then open http://localhost:8765\n"

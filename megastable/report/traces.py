@@ -86,7 +86,11 @@ def _logged(lines: list[_Line]) -> list[_Line]:
             kept += due_lines
             continue
         if len(gap) > 2 * usual_gap:
-            kept += [line for line in due_lines if line.row.grad_norm is not None or line.row.lr is not None]
+            kept += [
+                due_line
+                for due_line in due_lines
+                if due_line.row.grad_norm is not None or due_line.row.lr is not None
+            ]
         kept.append(next_line)
     return kept
 

@@ -150,9 +150,13 @@ class RunDirectory:
             for key in sorted({*before, *after} - {"run.dir"})
             if before.get(key) != after.get(key)
         }
-        foreign_keys = [key for key in changed_leaves if _below(key, IDENTITY) and not _below(key, FREE)]
+        foreign_keys = [
+            leave_key
+            for leave_key in changed_leaves
+            if _below(leave_key, IDENTITY) and not _below(leave_key, FREE)
+        ]
         if foreign_keys:
-            foreign_changes = "; ".join(changed_leaves[key] for key in foreign_keys)
+            foreign_changes = "; ".join(changed_leaves[foreign_key] for foreign_key in foreign_keys)
             raise ConfigError(
                 f"run.dir={self.root} belongs to another run: {foreign_changes}. "
                 "Use the old values to resume it, or another run.dir"

@@ -146,11 +146,13 @@ class TaskHistory:
             case TasksEvaluated():
                 self._counts["evaluated"] += 1
                 self._step, self._failures = step, 0
-                self._scores = {make_visible(name, 120): value for name, value in event.numbers.items()}
-                for name, score in self._scores.items():
-                    one = self._tasks.setdefault(name, _OneTask())
+                self._scores = {
+                    make_visible(number_name, 120): value for number_name, value in event.numbers.items()
+                }
+                for score_name, score in self._scores.items():
+                    one = self._tasks.setdefault(score_name, _OneTask())
                     if isfinite(score):
-                        one.add(score, LESS_IS_BETTER.fullmatch(name) is not None)
+                        one.add(score, LESS_IS_BETTER.fullmatch(score_name) is not None)
             case TasksFailed():
                 self._counts["failed"] += 1
                 self._failures += 1
@@ -159,7 +161,11 @@ class TaskHistory:
 
     def summarize_tasks(self) -> TaskSummary:
         """What is known now."""
-        score_drops = {name: drop for name in self._scores if (drop := self._tasks[name].drop()) is not None}
+        score_drops = {
+            score_name: drop
+            for score_name in self._scores
+            if (drop := self._tasks[score_name].drop()) is not None
+        }
         counts = dict(self._counts)
         return TaskSummary(self._step, dict(self._scores), score_drops, self._settled, self._failures, counts)
 

@@ -105,7 +105,11 @@ class Hook:
 
 def hooks_of(config: SuperviseConfig) -> list[Hook]:
     hook_texts = {"command": config.command, "webhook": config.webhook}
-    return [Hook(kind, text, config.hook_timeout) for kind, text in hook_texts.items() if text is not None]
+    return [
+        Hook(hook_text, text, config.hook_timeout)
+        for hook_text, text in hook_texts.items()
+        if text is not None
+    ]
 
 
 def check_hooks(config: SuperviseConfig) -> None:

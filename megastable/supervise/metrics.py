@@ -322,8 +322,8 @@ Gauges = dict[str, tuple[str, Values]]
 
 def _gauges(run: str, gauges: Gauges, *labels: str) -> Iterator[Metric]:
     """Gauges with a label for the run, and others."""
-    for name, (about, values) in gauges.items():
-        yield _add_values(GaugeMetricFamily(PREFIX + name, about, labels=["run", *labels]), run, values)
+    for gauge_name, (about, values) in gauges.items():
+        yield _add_values(GaugeMetricFamily(PREFIX + gauge_name, about, labels=["run", *labels]), run, values)
 
 
 def _counter(run: str, name: str, about: str, values: Values, *labels: str) -> Metric:

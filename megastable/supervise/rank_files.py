@@ -51,9 +51,9 @@ class RankFiles:
             time.sleep(0.2)
         kernel_views = sorted(attempt.read_kernel_views().items())
         stack_files = sorted(attempt_folder.glob("*.stacks"))
-        named_files = {path.name for path in stack_files}
+        named_files = {file_path.name for file_path in stack_files}
         mute_ranks = {rank: view for rank, view in kernel_views if f"rank-{rank}.stacks" not in named_files}
-        return [str(path.relative_to(self.run.root)) for path in stack_files], mute_ranks
+        return [str(file_path.relative_to(self.run.root)) for file_path in stack_files], mute_ranks
 
     # To the ranks
 

@@ -155,7 +155,12 @@ def build_resume_command(run: RunDirectory, told: RunHistory) -> list[str]:
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []
-    words = ["megastable", "supervise", recipe, *(redact_override(str(text)) for text in overrides)]
+    words = [
+        "megastable",
+        "supervise",
+        recipe,
+        *(redact_override(str(override_text)) for override_text in overrides),
+    ]
     said = [word.removeprefix("run.dir=") for word in words if word.startswith("run.dir=")]
     if said and Path(said[-1]).resolve() != run.root.resolve():
         words = [word for word in words if not word.startswith("run.dir=")]

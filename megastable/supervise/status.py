@@ -474,7 +474,7 @@ def require_run(run: Path) -> None:
     if not run.is_dir():
         raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
     try:
-        if any((run / name).exists() for name in run_files):
+        if any((run / file_name).exists() for file_name in run_files):
             return
         run_names = sorted(path.name for path in run.iterdir() if (path / "journal.jsonl").exists())
     except OSError as error:
@@ -590,13 +590,16 @@ class RecentSteps:
             return
         self._changed = changed_stamp
         row_dicts = step_table.slice(max(0, len(step_table) - ROWS)).to_pylist()
-        for row in row_dicts:
-            self.newest |= {name: row[name] for name in NEWEST if row[name] is not None}
-        steps_by_number = {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in row_dicts}
+        for dict_row in row_dicts:
+            self.newest |= {name: dict_row[name] for name in NEWEST if dict_row[name] is not None}
+        steps_by_number = {
+            dict_row["step"]: (dict_row["step"], dict_row["loss"], dict_row["seconds"])
+            for dict_row in row_dicts
+        }
         self._records = [steps_by_number[step] for step in sorted(steps_by_number)][-KEPT:]
-        timed_rows = [row for row in row_dicts if row[COLUMNS[OTHER]] is not None][-TIMED:]
+        timed_rows = [dict_row for dict_row in row_dicts if dict_row[COLUMNS[OTHER]] is not None][-TIMED:]
         self.phases = {
-            phase: statistics.median(row[phase_column] or 0.0 for row in timed_rows)
+            phase: statistics.median(timed_row[phase_column] or 0.0 for timed_row in timed_rows)
             for phase, phase_column in COLUMNS.items()
             if timed_rows
         }

@@ -80,7 +80,9 @@ class Supervisor:
         self.config, self.run, self.say, self.reason = config, run, listener.print_line, reason
         self.store = Store(run, interface)
         self.fleet = fleet(self.store)
-        self.training = replace(training, overrides=[redact_override(text) for text in training.overrides])
+        self.training = replace(
+            training, overrides=[redact_override(override_text) for override_text in training.overrides]
+        )
         self.here = socket.gethostname()
         self.stopping, self.signals = False, 0  # hours that have passed are no signal
         self.signalled = self.asked_kernel = -inf

@@ -214,7 +214,13 @@ class SupervisorState(RunHistory):
 def _read_end(failed: FailedAttempt) -> End | None:
     event_fields = failed.event.fields
     try:
-        return End.model_validate({key: event_fields[key] for key in End.model_fields if key in event_fields})
+        return End.model_validate(
+            {
+                field_key: event_fields[field_key]
+                for field_key in End.model_fields
+                if field_key in event_fields
+            }
+        )
     except ValidationError:
         return None
 

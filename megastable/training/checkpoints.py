@@ -106,7 +106,7 @@ class Checkpoints:
             newest_good, damaged_names = store.newest_good(self.folder, unfit_names)
             rejected_names, self.passed = rejected_names | damaged_names, set()
         told_before = self.rejected
-        self.rejected = {name: reason for name, reason in rejected_names.items() if reason}
+        self.rejected = {rejected_name: reason for rejected_name, reason in rejected_names.items() if reason}
         for name, reason in self.rejected.items() - told_before.items():
             rejected_event = CheckpointRejected(name=name, problem=reason)
             self.log.emit_event(rejected_event, say=f"passed over a damaged checkpoint: {reason}")
@@ -176,7 +176,7 @@ class Checkpoints:
     def _quarantined(self) -> dict[str, str]:
         """Names of those that a run has quarantined, with the reason."""
         rulings = {path.name: markers.read_bad_ruling(path) for path in store.newest_first(self.folder)}
-        return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
+        return {ruling_name: ruling.reason for ruling_name, ruling in rulings.items() if ruling is not None}
 
     def load_into_engine(self, found: Path, saved: RunState, layout: LayoutState) -> None:
         """Load weights, moments and random states of `found` into the engine, whatever layout wrote it."""
@@ -345,7 +345,11 @@ class Checkpoints:
         """Put aside what a rollback that was killed had not put aside yet, but nothing that a person has accepted
         since, which undoes it."""
         rulings = {path.name: markers.read_acceptance(path) for path in store.newest_first(self.folder)}
-        back = [name for name, ruling in rulings.items() if ruling is not None and ruling.time > moment]
+        back = [
+            ruling_name
+            for ruling_name, ruling in rulings.items()
+            if ruling is not None and ruling.time > moment
+        ]
         for name in store.set_aside_newer(self.folder, step, back, forget=False, why=f"rollback{number}"):
             reason = f"a person rolled the run back to step {step}"
             self.log.emit_event(

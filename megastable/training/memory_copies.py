@@ -348,7 +348,7 @@ class Restoring:
         """The problem, or the state, which the engine holds then."""
         folder, key = self.hosts.folder.point_folder(found.key), found.key
         self.log.emit_event(MemoryResume(step=key.step, lineage=key.lineage, epoch=key.epoch))
-        small_files = sorted(name for name in found.files if not name.endswith(".safetensors"))
+        small_files = sorted(file_name for file_name in found.files if not file_name.endswith(".safetensors"))
         local_position, local_count = self.hosts.local.index(self.hosts.rank), len(self.hosts.local)
         if problem := _first(self.hosts.bring_files(found, small_files[local_position::local_count])):
             return problem, None
@@ -408,7 +408,7 @@ class Restoring:
         """Parts that this host has fetched as a whole are copies from now on, too."""
         point_folder = self.hosts.folder.point_folder(found.key)
         for rank, held_part in found.parts.items() if self.hosts.leads else ():
-            is_whole = all((point_folder / name).exists() for name in held_part.files)
+            is_whole = all((point_folder / file_name).exists() for file_name in held_part.files)
             if is_whole and self.hosts.host not in found.hosts[rank]:
                 try:
                     self.hosts.folder.seal_part(held_part)

@@ -158,7 +158,10 @@ class Observer:
         self.live.show_step(record)
         self.tracking.send_step(record, state.tokens)
         if statistics is not None and statistics.layers:
-            rows = [LayerRecord(state.step, now, name, **row) for name, row in statistics.layers.items()]
+            rows = [
+                LayerRecord(state.step, now, layer_name, **row)
+                for layer_name, row in statistics.layers.items()
+            ]
             self.layers.add_records(*rows)
             self.tracking.send_layers(rows)
 

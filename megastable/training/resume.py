@@ -162,7 +162,11 @@ class Start:
         stability_config, engine_numerics = self.config.stability, self.engine.numerics
         policy_adjustments, possible_adjustments = policy_of(saved).adjusted, self.engine.adjustments.possible
         self.engine.adjustments.switch_to(policy_adjustments)
-        if lost := [name for name in policy_adjustments if name not in possible_adjustments]:
+        if lost := [
+            adjustment_name
+            for adjustment_name in policy_adjustments
+            if adjustment_name not in possible_adjustments
+        ]:
             warning_text = (
                 f"the run goes on without {', '.join(lost)}, with which a remedy has trained it until here: this "
                 "recipe cannot have it"

@@ -41,7 +41,9 @@ MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environmen
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
     """The record of the run, for a process that begins after `step`."""
     recipe_values = flatten_recipe(config.model_dump(mode="json"))
-    told_values = {key: value for key, value in recipe_values.items() if not is_untold(key)}
+    told_values = {
+        recipe_value: value for recipe_value, value in recipe_values.items() if not is_untold(recipe_value)
+    }
     name, folder = run.name_run(config), str(run.root.resolve())
     return RunPoint(name, folder, step, tokens, time.time(), attempt, config.logging.project, told_values)
 

@@ -187,7 +187,9 @@ class Trends(Watch):
         other levels from here on."""
         s = self.state
         s.evaluations, s.losses = [], []
-        s.series = {name: held for name, held in s.series.items() if not name.startswith(OF_THE_DATA)}
+        s.series = {
+            sery_name: held for sery_name, held in s.series.items() if not sery_name.startswith(OF_THE_DATA)
+        }
 
     @property
     def standing(self) -> list[str]:
@@ -300,7 +302,9 @@ class Trends(Watch):
             standing_places.pop(name, None)
         if new:
             text = _with_others(new[0].text, len(new) - 1)
-            numbers = {key: value for key, value in new[0].numbers.items() if math.isfinite(value)}
+            numbers = {
+                number_key: value for number_key, value in new[0].numbers.items() if math.isfinite(value)
+            }
             return [
                 TrendEvent(what="warned", step=step, signal=name, text=text, remedy=remedy, numbers=numbers)
             ]

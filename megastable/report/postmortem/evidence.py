@@ -73,7 +73,7 @@ class RecordFolder:
         self, first: int, last: int, columns: Sequence[str]
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Records of the steps [first, last] as {column: value}, in the order of time; and the damaged files."""
-        wanted_schema = pa.schema([self.kind.field(name) for name in columns])
+        wanted_schema = pa.schema([self.kind.field(column_name) for column_name in columns])
         found_rows, file_problems = list[dict[str, Any]](), list[str]()
         try:
             read = read_files(self.path, wanted_schema, lambda files: _choose_between(files, first, last))
@@ -189,7 +189,7 @@ class Gatherer:
             for layer_file in self.run.layers.list_between(*self._looks())
         ]
         input_paths += [self.run.directory.root / path for path in self.incident.evidence]
-        file_sizes = [f"{path.name}:{_size(path)}" for path in input_paths]
+        file_sizes = [f"{input_path.name}:{_size(input_path)}" for input_path in input_paths]
         # Not the files of the steps, which are compacted.
         step_times = self.run.steps.read_rows(*self._window(), ("step", "time"))
         made = hashlib.sha256(self.run.recipe)
@@ -389,12 +389,12 @@ class Gatherer:
         onset_time = max(at_onset, default=opened_time)
         end_time = min((e["time"] for e in self.own if e.get("what") in undone_by), default=math.inf)
         closed_time = self.own[-1]["time"] if self.incident.outcome == "healed" else math.inf
-        times = sorted({row["time"] for row in layer_rows})
+        times = sorted({layer_row["time"] for layer_row in layer_rows})
         before_times = [time for time in times if time < onset_time][-1:]
         during_times = [time for time in times if onset_time <= time <= end_time][:1]
         after_times = [time for time in times if time > closed_time][:1]
         looks = [
-            {row["name"]: row for row in layer_rows if row["time"] in look_times}
+            {layer_row["name"]: layer_row for layer_row in layer_rows if layer_row["time"] in look_times}
             for look_times in (before_times, during_times, after_times)
         ]
         if not any(looks):

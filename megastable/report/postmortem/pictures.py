@@ -69,10 +69,12 @@ def draw_steps(e: Evidence) -> Figure:
     signs = [Line2D([], [], color=GOOD, label="the run")]
     if len(e.passes) > 1:
         signs.append(Line2D([], [], color=BAD, label="undone, and done again"))
-    if not all(row.applied for row in all_rows):
+    if not all(all_row.applied for all_row in all_rows):
         cross: dict[str, Any] = {"marker": "x", "linewidth": 0, "markeredgewidth": 1.9}
         signs.append(Line2D([], [], color=BAD, label="update refused", **cross))
-    if not all(math.isfinite(limit_value(v)) for row in all_rows for v in (row.loss, row.grad_norm)):
+    if not all(
+        math.isfinite(limit_value(v)) for all_row in all_rows for v in (all_row.loss, all_row.grad_norm)
+    ):
         signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
     figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
     axes[-1, 0].set_xlabel("step")
@@ -90,8 +92,8 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     refused_rows = [row for part in e.passes for row in part if not row.applied and name != "lr"]
     if refused_rows:
         mark_style: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
-        refused_values = [limit_value(getattr(row, name), is_log) for row in refused_rows]
-        axis.scatter([row.step for row in refused_rows], refused_values, **mark_style)
+        refused_values = [limit_value(getattr(refused_row, name), is_log) for refused_row in refused_rows]
+        axis.scatter([refused_row.step for refused_row in refused_rows], refused_values, **mark_style)
     lost = [row for part in e.passes for row in part if not math.isfinite(limit_value(getattr(row, name)))]
     if lost and name != "lr":
         top_style: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}

@@ -174,7 +174,9 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
     trial_indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
     trials_found = list[tuple[int | None, TrialFacts]]()  # with the index of the attribution that follows
     for index in sorted(trial_indexes):
-        known_fields = {name: value for name, value in events[index].fields.items() if value is not None}
+        known_fields = {
+            field_name: value for field_name, value in events[index].fields.items() if value is not None
+        }
         try:
             trial = TrialFacts.model_validate(known_fields)
         except ValidationError:

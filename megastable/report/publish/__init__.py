@@ -141,7 +141,7 @@ def find_leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[
     any_form = b"|".join(re.escape(form.encode()) for form in sorted(forms))
     wanted = re.compile(rb"(?<![\w.-])(?:" + any_form + rb")(?![\w-])")
     files = [path for path in sorted(site.rglob("*")) if forms and path.is_file()]
-    searched = [path for path in files if not (texts and path.name in TEXTS)]
+    searched = [file_path for file_path in files if not (texts and file_path.name in TEXTS)]
     return [path.relative_to(site).as_posix() for path in searched if wanted.search(path.read_bytes())]
 
 
@@ -158,7 +158,7 @@ def put_in_place(site: Path, output: Path) -> dict[str, int]:
     """
     site_paths = sorted(site_path for site_path in site.rglob("*") if site_path.is_file())
     files = {site_path.relative_to(site).as_posix(): site_path.read_bytes() for site_path in site_paths}
-    new_sums = "".join(_sum_line(file_content, name) + "\n" for name, file_content in files.items())
+    new_sums = "".join(_sum_line(file_content, file_name) + "\n" for file_name, file_content in files.items())
     old_sums = check_folder(output, files)
     # First everything is written beside the folder: a full disk leaves the older record as it was.
     with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as partial_folder:
@@ -175,7 +175,10 @@ def put_in_place(site: Path, output: Path) -> dict[str, int]:
             with contextlib.suppress(OSError):  # there is something else in it
                 (output / name).parent.rmdir()
         durable.write_file(output / SUMS, new_sums.encode())
-    return {**{name: len(file_content) for name, file_content in files.items()}, SUMS: len(new_sums.encode())}
+    return {
+        **{file_name: len(file_content) for file_name, file_content in files.items()},
+        SUMS: len(new_sums.encode()),
+    }
 
 
 def check_folder(output: Path, new: Iterable[str]) -> str:

@@ -202,7 +202,11 @@ def number_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         unused_keys = (f"{key} {key_number}" for key_number in count(2))
-        found[key if key not in found else next(name for name in unused_keys if name not in found)] = value
+        found[
+            key
+            if key not in found
+            else next(unused_key for unused_key in unused_keys if unused_key not in found)
+        ] = value
     return found
 
 

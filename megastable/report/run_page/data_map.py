@@ -126,10 +126,10 @@ class DataMap:
                 "samples": round(tokens.count() / max(1, length)), "bins": binned(tokens, total_tokens),
             })  # fmt: skip
         named_corpora = {identity.corpus for identity in self._exclusions.tokens}
-        for name, share in self._shares.items():
-            if name not in named_corpora:
+        for share_name, share in self._shares.items():
+            if share_name not in named_corpora:
                 no_skips = {"known": True, "samples": 0, "bins": []}
-                corpus_maps.append({"name": make_visible(name, 80), "tokens": share.tokens, **no_skips})
+                corpus_maps.append({"name": make_visible(share_name, 80), "tokens": share.tokens, **no_skips})
         reason_counts = [[make_visible(reason, 300), n] for reason, n in self._reasons.most_common(REASONS)]
         skip_lines = [describe_skip(skip_entry, length) for skip_entry in reversed(self._newest)]
         return {

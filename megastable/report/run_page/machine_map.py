@@ -144,20 +144,22 @@ def build_maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, 
     host_names = dict.fromkeys(name for sample in samples for name in sample.hosts)
     gpu_counts = {name: max(s.hosts[name].gpus for s in samples if name in s.hosts) for name in host_names}
     row_names = [f"{name} GPU {n}" for name in host_names for n in range(gpu_counts[name])]
-    for kind, gpu_gauge in GAUGES.items():
+    for gauge_kind, gpu_gauge in GAUGES.items():
         values = np.full((len(row_names), len(samples)), np.nan)
         for sample_index, sample in enumerate(samples):
             row_begin = 0
             for name in host_names:
-                gpu_values = sample.hosts[name].gauges.get(kind) if name in sample.hosts else None
+                gpu_values = sample.hosts[name].gauges.get(gauge_kind) if name in sample.hosts else None
                 if gpu_values:
                     rows = slice(row_begin, row_begin + len(gpu_values))
                     values[rows, sample_index] = np.array(gpu_values, dtype=np.float64)
                 row_begin += gpu_counts[name]
         if values.size and not np.isnan(values).all():
             shown_values, labels = share_rows(values, row_names, gpu_gauge.worst)
-            colour_scale = (0.0, 1.0) if kind == "utilization" else None
-            drawn_maps.append(_map(kind, gpu_gauge.title, gpu_gauge.unit, labels, shown_values, colour_scale))
+            colour_scale = (0.0, 1.0) if gauge_kind == "utilization" else None
+            drawn_maps.append(
+                _map(gauge_kind, gpu_gauge.title, gpu_gauge.unit, labels, shown_values, colour_scale)
+            )
     return drawn_maps
 
 
@@ -216,7 +218,9 @@ def list_hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
     """The last reading of each host, for a table; those with something to look at first."""
     host_rows = []
     for host_name, host in (sample.hosts if sample is not None else {}).items():
-        known_gauges = {key: [v for v in values if v is not None] for key, values in host.gauges.items()}
+        known_gauges = {
+            gauge_key: [v for v in values if v is not None] for gauge_key, values in host.gauges.items()
+        }
         trouble = [f"GPU {n}: {', '.join(reasons)}" for n, reasons in host.throttled.items()]
         trouble += [f"GPU {n}: Xid {', '.join(map(str, xid_codes))}" for n, xid_codes in host.xid.items()]
         trouble += [
@@ -230,6 +234,6 @@ def list_hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
             "ranks": host.ranks[:64], "gpus": host.gpus,
             "trouble": [make_visible(trouble_text, 300) for trouble_text in trouble[:20]],
             "unread": [unread_text for key, unread_text in UNREAD.items() if key in host.unread],
-            "range": {key: [min(values), max(values)] for key, values in known_gauges.items() if values},
+            "range": {gauge_key: [min(values), max(values)] for gauge_key, values in known_gauges.items() if values},
         })  # fmt: skip
     return sorted(host_rows, key=lambda host: not host["trouble"])

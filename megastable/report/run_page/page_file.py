@@ -34,7 +34,7 @@ def join_styles() -> str:
 @cache
 def join_scripts() -> str:
     """uPlot, with the licence text it requires, and our scripts in one scope."""
-    ours = "\n".join(_text(STATIC / name) for name in SCRIPTS)
+    ours = "\n".join(_text(STATIC / script_name) for script_name in SCRIPTS)
     licence = _text(VENDOR / "LICENSE")
     return f'/* uPlot\n{licence}\n*/\n{_text(VENDOR / "uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}}})();\n'
 

@@ -219,13 +219,13 @@ def _group(
     for axis in AXES:
         x = axes.read_values(axis, rows)
         found["x"][axis] = encode_array(average_columns(x, starts)) if len(rows) else ""
-    for name, get_column in series.items():
+    for sery_name, get_column in series.items():
         values = get_column()
         if not len(values) or np.isnan(values).all():
             continue
         columns = reduce_columns(values, starts)
         encoded = {key: encode_array(column) for key, column in columns._asdict().items()}
-        found["series"][name] = encoded["mean"] if len(starts) == len(values) else encoded
+        found["series"][sery_name] = encoded["mean"] if len(starts) == len(values) else encoded
     return found
 
 

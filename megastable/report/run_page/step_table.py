@@ -90,10 +90,13 @@ class StepTable:
         is forgotten; `see` it again where it is newer. Afterwards call `find_undone`."""
         self.steps.cut_rows(row)
         self.looks.cut_rows(int(np.searchsorted(self.looks["row"], row)))
-        has_look = np.any([~np.isnan(columns[name]) for name in SOMETIMES], axis=0)
+        has_look = np.any([~np.isnan(columns[sometime_name]) for sometime_name in SOMETIMES], axis=0)
         look_rows = np.flatnonzero(has_look)
         self.looks.append_rows(
-            {"row": row + look_rows, **{name: columns[name][look_rows] for name in SOMETIMES}}
+            {
+                "row": row + look_rows,
+                **{sometime_name: columns[sometime_name][look_rows] for sometime_name in SOMETIMES},
+            }
         )
         self.steps.append_rows(columns)
         self.recorded = len(self.steps)

@@ -168,7 +168,7 @@ def _script() -> str:
     """Tabulator, with the licence text it requires, and our script."""
     licence = (VENDOR / "LICENSE").read_text(encoding="utf-8")
     library_code = (VENDOR / "tabulator.min.js").read_text(encoding="utf-8")
-    own_scripts = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
+    own_scripts = "\n".join(_source("megastable.report.sheet", script_name) for script_name in SCRIPTS)
     return f'\n/* Tabulator\n{licence}\n*/\n{library_code}(() => {{\n"use strict";\n{own_scripts}}})();\n'
 
 

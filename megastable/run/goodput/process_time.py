@@ -43,7 +43,7 @@ class StepTimes(NamedTuple):
 NO_STEPS = StepTimes(
     np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_), np.empty(0, np.int32)
 )
-COLUMNS = pa.schema([SCHEMA.field(name) for name in StepTimes._fields])
+COLUMNS = pa.schema([SCHEMA.field(field_name) for field_name in StepTimes._fields])
 
 
 class StepFiles:

@@ -243,7 +243,7 @@ class TimeLine:
 
 
 def _told(seconds: dict[TimeKind, float]) -> dict[str, float]:
-    return {kind.value: round(value, 3) for kind, value in seconds.items() if value}
+    return {second_kind.value: round(value, 3) for second_kind, value in seconds.items() if value}
 
 
 class GpuHours(NamedTuple):

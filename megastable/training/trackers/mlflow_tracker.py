@@ -167,12 +167,16 @@ class MlflowTracker:
             escape_name(key): make_visible(value, LONGEST)
             for key, value in run.config.items() if value not in (None, "", [])
         }  # fmt: skip
-        new_parameters = [Param(key, v) for key, v in given_parameters.items() if key not in known_parameters]
+        new_parameters = [
+            Param(parameter_key, v)
+            for parameter_key, v in given_parameters.items()
+            if parameter_key not in known_parameters
+        ]
         for begin in range(0, len(new_parameters), PARAMETERS):
             self._client.log_batch(self._id, params=new_parameters[begin : begin + PARAMETERS])
-        for key, value in given_parameters.items():
-            if key in known_parameters and known_parameters[key] != value:
-                self._client.set_tag(self._id, f"changed.{key}", f"{value} from step {run.step} on")
+        for parameter_key, value in given_parameters.items():
+            if parameter_key in known_parameters and known_parameters[parameter_key] != value:
+                self._client.set_tag(self._id, f"changed.{parameter_key}", f"{value} from step {run.step} on")
 
 
 def escape_name(name: str) -> str:

@@ -343,7 +343,7 @@ class TrackerNotes:
 
     def _note(self, event: Event) -> NotePoint | TasksPoint | None:
         if isinstance(event, TasksEvaluated):
-            scores = {TASKS + name: value for name, value in event.numbers.items()}
+            scores = {TASKS + number_name: value for number_name, value in event.numbers.items()}
             return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
         if isinstance(event, ConfigChanged):
             # "key: old -> new" each, without those of keys that trackers are not told.

@@ -142,8 +142,8 @@ def nest_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in config.items():
         *parents, leaf_name = path.split(".")
         tree_node = nested_tree
-        for name in parents:
-            tree_node = tree_node.setdefault(name, {})
+        for parent_name in parents:
+            tree_node = tree_node.setdefault(parent_name, {})
         tree_node[leaf_name] = value
     return nested_tree
 

@@ -127,15 +127,15 @@ def bench_noise(
     seen_delays: list[Delays] = []
     chosen_kinds = kinds or list(KINDS)
     with show_bar("judging", len(chosen_kinds), unit="kinds") as progress_bar:
-        for kind in chosen_kinds:
+        for chosen_kind in chosen_kinds:
             if planted:
-                took = measure_delays(kind, planted, first, run_config, norms)
-                late.add_row(kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
+                took = measure_delays(chosen_kind, planted, first, run_config, norms)
+                late.add_row(chosen_kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
                 seen_delays += took
-            f = count_actions(kind, steps, range(first, first + seeds), run_config, norms)
+            f = count_actions(chosen_kind, steps, range(first, first + seeds), run_config, norms)
             noise_counts.append(f)
             noise_numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
-            result_table.add_row(kind, *(f"{count_number:,}" for count_number in noise_numbers))
+            result_table.add_row(chosen_kind, *(f"{count_number:,}" for count_number in noise_numbers))
             progress_bar()
     _console(as_json).print(result_table)
     if planted:
@@ -189,9 +189,10 @@ def bench_training(
     from benchmarks.peers import PEERS, chosen_peers
 
     if names:
-        for name, peer in PEERS.items():
+        for peer_name, peer in PEERS.items():
             print(
-                f"{name}: {peer.meaning}" + (f" (default: {', '.join(peer.default)})" if peer.default else "")
+                f"{peer_name}: {peer.meaning}"
+                + (f" (default: {', '.join(peer.default)})" if peer.default else "")
             )
         return
     wanted_peers = chosen_peers(peers or [], device)

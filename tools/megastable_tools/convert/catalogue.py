@@ -355,13 +355,13 @@ def roll_back(path: Path, reason: str) -> str:
         assert rolled_back is not None, "its line was just written"
         aside_reason = f"rollback{rolled_back[0]}"
         newer_names = store.set_aside_newer(run.checkpoints, step, forget=False, why=aside_reason)
-        for name in newer_names:
+        for newer_name in newer_names:
             why = f"a person rolled the run back to step {step}"
-            log.commit_event(CheckpointSuspect(name=name, reason=why))
+            log.commit_event(CheckpointSuspect(name=newer_name, reason=why))
         if run.summary.exists():
             os.replace(run.summary, run.summary.with_name(f"{run.summary.stem}-{aside_reason}.json"))
             durable.sync_directory(run.root)
-    aside = ", ".join(f"{aside_reason}-{name}" for name in newer_names)
+    aside = ", ".join(f"{aside_reason}-{newer_name}" for newer_name in newer_names)
     return make_visible(
         f"the next start of {run.root} trains on from step {step}"
         + (f"; set aside, not deleted: {aside}" if newer_names else "; there was no newer checkpoint")

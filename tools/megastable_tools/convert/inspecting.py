@@ -247,7 +247,7 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
         ("loss", show_number(state.recent_loss)), ("layout", str(state.layout)),
         ("size", f"{show_size(contents.size)} in {count_noun(len(contents.files), 'file')}"),
         ("finite", "yes" if contents.finite else "no"),
-        *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),
+        *((f"fingerprint of the {fingerprint_key}", value) for fingerprint_key, value in contents.fingerprints.items()),
         *((f"{key} that wrote it", value) for key, value in (contents.versions or state.versions).items()),
         ("healthy", proven), ("probe samples", probed),
         *([("quarantined", ruling.reason)] if ruling else []),

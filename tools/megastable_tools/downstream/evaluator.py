@@ -292,7 +292,9 @@ def scores_of(content: Any) -> dict[str, float]:
             # lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers. Its standard errors
             # and counts are no scores.
             scores = {key: v for key, v in value.items() if "_stderr" not in key and key != "sample_len"}
-            numbers_found |= {f"{score_name}/{key.removesuffix(',none')}": v for key, v in scores.items()}
+            numbers_found |= {
+                f"{score_name}/{score_key.removesuffix(',none')}": v for score_key, v in scores.items()
+            }
         else:
             numbers_found[score_name] = value
     return {

@@ -133,10 +133,10 @@ class History:
         self.problems += [new_problem for new_problem in problems if new_problem not in self.problems]
         rewind_times, lowest_steps = self._goings_back
         steps_found = []
-        for row in record_rows:
-            later_index = bisect_right(rewind_times, row["time"])
-            is_undone = later_index < len(rewind_times) and lowest_steps[later_index] < row["step"]
-            steps_found.append(Done(**row, undone=is_undone))
+        for record_row in record_rows:
+            later_index = bisect_right(rewind_times, record_row["time"])
+            is_undone = later_index < len(rewind_times) and lowest_steps[later_index] < record_row["step"]
+            steps_found.append(Done(**record_row, undone=is_undone))
         return steps_found
 
     def require_steps(self, first: int, last: int) -> list[Done]:

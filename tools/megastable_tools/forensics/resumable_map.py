@@ -197,7 +197,9 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
         if there == asked:
             return
         other_keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
-        other_settings = ", ".join(dict.fromkeys(SETTINGS.get(key, key) for key in other_keys))
+        other_settings = ", ".join(
+            dict.fromkeys(SETTINGS.get(other_key, other_key) for other_key in other_keys)
+        )
         raise DataError(
             f"{folder} holds the results of something else (other: {other_settings}): choose another --keep, or "
             "replace them with --again"

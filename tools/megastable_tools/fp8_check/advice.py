@@ -341,7 +341,8 @@ def draw_error_map(outcomes: Sequence[RecipeOutcome], title: str, path: Path) ->
                 for layer in outcome.layers
             ]
             table = [
-                [max(error, 1e-6) if math.isfinite(error) else 1.0 for error in row] for row in error_rows
+                [max(error, 1e-6) if math.isfinite(error) else 1.0 for error in error_row]
+                for error_row in error_rows
             ]
             image = axis.imshow(
                 table, aspect="auto", cmap="magma", norm=error_colours, interpolation="nearest"

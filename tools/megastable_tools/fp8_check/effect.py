@@ -253,7 +253,9 @@ def _layers(
         for recipe, recipe_config in configs.items()
     }
     sum_names = (*SLOTS, *PRODUCTS)
-    sums_by_recipe = {recipe: [{name: _Sums() for name in sum_names} for _ in layers] for recipe in configs}
+    sums_by_recipe = {
+        recipe: [{sum_name: _Sums() for sum_name in sum_names} for _ in layers] for recipe in configs
+    }
 
     def look(number: int) -> Look:
         def compare(x: Tensor, w: Tensor, g: Tensor) -> None:

@@ -295,6 +295,6 @@ def write_continuations(
             return
         if len(kept_rows) < len(going):
             row_index = torch.tensor(kept_rows, dtype=torch.int64, device=chosen.device)
-            chosen, going = chosen[row_index], [going[row] for row in kept_rows]
+            chosen, going = chosen[row_index], [going[kept_row] for kept_row in kept_rows]
             cache.choose_rows(row_index)
         hidden = read_tokens(model, chosen[:, None], cache)[-1]

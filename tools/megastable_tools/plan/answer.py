@@ -463,7 +463,9 @@ def draw_plan(found: LayoutPlan, title: str, path: Path) -> None:
         left.axhline(usable_gib, color="black", linewidth=1, linestyle=":", label=usable_text)
         left.set(xlabel="pipeline stage", ylabel="GiB at the peak")
         left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        part_times = sorted((seconds, kind) for kind, seconds in found.time.parts.items() if seconds > 0)
+        part_times = sorted(
+            (seconds, part_kind) for part_kind, seconds in found.time.parts.items() if seconds > 0
+        )
         part_seconds, part_kinds = zip(*part_times, strict=True)
         time_axes.barh(part_kinds, part_seconds, color="tab:blue")
         time_axes.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")

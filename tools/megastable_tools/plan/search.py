@@ -273,7 +273,9 @@ def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
         "precision": old_precision.model_copy(update={"fp8": choice.fp8}),
     }
     try:
-        made_config = RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
+        made_config = RunConfig(
+            **{field_name: getattr(config, field_name) for field_name in RunConfig.model_fields} | changed
+        )
     except ValidationError:
         return None
     # What Transformer Engine does not support would be emulated.

@@ -236,8 +236,8 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
             [encoded_part for document in document_ids for encoded_part in (begin_ids, document, end_ids)]
         ),
         lengths=[begin_ids.size + document.size + 1 for document in document_ids],
-        hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw_texts],
-        text_bytes=[len(text) for text in raw_texts],
+        hashes=[xxhash.xxh3_64_intdigest(raw_text, seed) for raw_text in raw_texts],
+        text_bytes=[len(raw_text) for raw_text in raw_texts],
         read_bytes=batch.read_bytes,
         lost_bytes=sum(lost_bytes),
         worst=(lost_bytes[worst_index], batch.texts[worst_index][:SHOWN] if lost_bytes[worst_index] else ""),
@@ -424,9 +424,9 @@ class _SplitWriter:
 def _batches(corpus: TextFiles) -> Iterator[DocumentBatch]:
     batch_texts: list[str] = []
     character_count = 0
-    for text in corpus:
-        batch_texts.append(text)
-        character_count += len(text)
+    for corpu_text in corpus:
+        batch_texts.append(corpu_text)
+        character_count += len(corpu_text)
         if character_count >= BATCH:
             yield DocumentBatch(batch_texts, corpus.read_bytes)
             batch_texts, character_count = [], 0

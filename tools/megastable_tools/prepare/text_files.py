@@ -119,16 +119,16 @@ class TextFiles:
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
         self.left_out, self.read = CountedFiles(self._found.left_out), CountedFiles()
-        for path in self.files:
-            self._reading, self._recognised = str(path), False
+        for file_path in self.files:
+            self._reading, self._recognised = str(file_path), False
             try:
-                for text in self._documents(path):
+                for text in self._documents(file_path):
                     if text:
                         yield text
                     else:
                         self.left_out.count_document("empty documents")
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+                raise DataError(f"{file_path} cannot be read: {error.strerror or error}") from error
 
     def _documents(self, path: Path) -> Iterator[str]:
         path_text, file_format = str(path), format_of(path.name)
@@ -444,30 +444,34 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str], as_text: bool)
     """Returns the globs that match a file."""
     folder_paths = sorted(_walk(folder, found), key=lambda file: file.relative_to(folder).parts)
     dataset_folders = {
-        path.parent for path in folder_paths if path.name in ("state.json", "dataset_info.json")
+        folder_path.parent
+        for folder_path in folder_paths
+        if folder_path.name in ("state.json", "dataset_info.json")
     }
     paths_by_pattern = {
         pattern: set(_matches(folder, pattern)).intersection(folder_paths) for pattern in globs
     }
     if globs:
         matched_paths = set[Path]().union(*paths_by_pattern.values())
-        for path in folder_paths:
-            if path not in matched_paths:
-                found.leave_out(UNMATCHED, path)
-        folder_paths = [path for path in folder_paths if path in matched_paths]
-    with_data = {parent for path in folder_paths if is_data(path.name) for parent in path.parents}
-    about_folders = {path.parent for path in folder_paths if is_about_data(path.name)}
+        for folder_path in folder_paths:
+            if folder_path not in matched_paths:
+                found.leave_out(UNMATCHED, folder_path)
+        folder_paths = [folder_path for folder_path in folder_paths if folder_path in matched_paths]
+    with_data = {
+        parent for folder_path in folder_paths if is_data(folder_path.name) for parent in folder_path.parents
+    }
+    about_folders = {folder_path.parent for folder_path in folder_paths if is_about_data(folder_path.name)}
     if not as_text:
         with_data |= _find_unnamed_data(folder_paths, about_folders - with_data)
-    for path in folder_paths:
-        if _is_tokens(path):
-            found.leave_out(TOKENS, path)
-        elif is_about_data(path.name) and path.parent in with_data:
-            found.leave_out(ABOUT, path)
-        elif path.match("cache-*.arrow") and path.parent in dataset_folders:
-            found.leave_out(CACHES, path)
+    for folder_path in folder_paths:
+        if _is_tokens(folder_path):
+            found.leave_out(TOKENS, folder_path)
+        elif is_about_data(folder_path.name) and folder_path.parent in with_data:
+            found.leave_out(ABOUT, folder_path)
+        elif folder_path.match("cache-*.arrow") and folder_path.parent in dataset_folders:
+            found.leave_out(CACHES, folder_path)
         else:
-            found.paths.append(path)
+            found.paths.append(folder_path)
     return {pattern for pattern, files in paths_by_pattern.items() if files}
 
 

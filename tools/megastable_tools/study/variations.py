@@ -81,7 +81,9 @@ def parse_interventions(given: Sequence[str], model: ModelConfig) -> dict[str, t
             )
         switches[name] = (), tuple(overrides.split())
         wanted_names.append(name)
-    names_used = [part for name in wanted_names for part in name.split("+") if part not in (NONE, ALL)]
+    names_used = [
+        part for wanted_name in wanted_names for part in wanted_name.split("+") if part not in (NONE, ALL)
+    ]
     if unknown := [name for name in names_used if name not in switches]:
         raise ConfigError(
             f"--interventions: there is no {unknown[0]!r}: take {', '.join((NONE, *switches, ALL))}, A+B for both, or "
@@ -94,5 +96,10 @@ def _overrides(name: str, switches: Mapping[str, Switch]) -> tuple[str, ...]:
     names_on = [] if name == NONE else list(switches) if name == ALL else name.split("+")
     if set(names_on) & {NONE, ALL}:
         raise ConfigError(f"--interventions {name}: {NONE} and {ALL} stand alone")
-    off = [override for key, (without, _) in switches.items() if key not in names_on for override in without]
+    off = [
+        override
+        for switch_key, (without, _) in switches.items()
+        if switch_key not in names_on
+        for override in without
+    ]
     return (*off, *(override for key in names_on for override in switches[key][1]))

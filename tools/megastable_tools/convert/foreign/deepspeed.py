@@ -115,7 +115,11 @@ def find_deepspeed_folder(folder: Path) -> Path:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{latest}: cannot be read: {error}") from None
         if not tag or "/" in tag or tag in (".", "..") or not (folder / tag).is_dir():
-            there = f"; there are {', '.join(make_visible(path.name) for path in steps)}" if steps else ""
+            there = (
+                f"; there are {', '.join(make_visible(step_path.name) for step_path in steps)}"
+                if steps
+                else ""
+            )
             raise CheckpointError(f"{latest} names {make_visible(tag, 100)!r}, which is not there{there}")
         return folder / tag
     if len(steps) == 1:
@@ -162,8 +166,8 @@ def naming_of(
 def _check(parts: Parts, state: ZeroState, prefix: str, where: Path) -> None:
     """Check that the checkpoint's parameters are those of `parts`, with their shapes."""
     wanted_parts = {prefix + part.name: part for of in parts.values() for part in of}
-    for name, part in wanted_parts.items():
-        shape, shown_name = state.shapes.get(name), make_visible(name, 200)
+    for part_name, part in wanted_parts.items():
+        shape, shown_name = state.shapes.get(part_name), make_visible(part_name, 200)
         if shape is None:
             raise CheckpointError(f"{where}: {shown_name} is missing: the recipe's model is another one")
         if shape != part.shape:
@@ -325,7 +329,9 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
             f"{folder}: the file of data-parallel rank {missing[0][0]} (of {max(optimizers)[0] + 1}) is missing: get "
             "it from the host that wrote it"
         )
-    return [optimizers[key] for key in sorted(optimizers)], [model_files[key] for key in sorted(model_files)]
+    return [optimizers[optimizer_key] for optimizer_key in sorted(optimizers)], [
+        model_files[file_key] for file_key in sorted(model_files)
+    ]
 
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ WHY = read_names()["megatron_without_key"] | NAMES["why"]
 # Model keys that must agree, and where they stand.
 _PLACES = {name: ours.partition("; ")[0] for name, ours in read_names()["megatron"].items()}
 SAME = {
-    key: tuple(name for name, ours in _PLACES.items() if ours == f"model.{key}")
+    key: tuple(place_name for place_name, ours in _PLACES.items() if ours == f"model.{key}")
     for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
 }
 # The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
@@ -141,7 +141,7 @@ def dropout_of(args: Args) -> str:
     """The dropout used in training, as "key=value"; "" for none."""
     keys = ("hidden_dropout", "attention_dropout")
     dropout_values = {key: parse_number(args.get(key)) or 0 for key in keys}
-    return ", ".join(f"{key}={value:g}" for key, value in dropout_values.items() if value)
+    return ", ".join(f"{dropout_value}={value:g}" for dropout_value, value in dropout_values.items() if value)
 
 
 def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:

@@ -57,14 +57,16 @@ QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
 def architecture_of(config: ModelConfig) -> Architecture:
     """The equivalent architecture. Raises ConfigError with the options that have no equivalent."""
     kind_differences = [
-        (kind, {k: v for k, v in kind.fixed_values().items() if getattr(config, k) != v})
-        for kind in ARCHITECTURES
+        (architecture_kind, {k: v for k, v in architecture_kind.fixed_values().items() if getattr(config, k) != v})
+        for architecture_kind in ARCHITECTURES
     ]  # fmt: skip
     least = min(len(lacking) for _, lacking in kind_differences)
     nearest_kinds = [(kind, lacking) for kind, lacking in kind_differences if len(lacking) == least]
     if least:
         differing_keys = dict.fromkeys(key for _, lacking in nearest_kinds for key in lacking)
-        ours = " with ".join(f"model.{key}={getattr(config, key)}" for key in differing_keys)
+        ours = " with ".join(
+            f"model.{differing_key}={getattr(config, differing_key)}" for differing_key in differing_keys
+        )
         theirs = "; ".join(
             f"{kind.name} with " + " ".join(f"{key}={model_value}" for key, model_value in lacking.items())
             for kind, lacking in nearest_kinds

@@ -107,7 +107,9 @@ class HuggingFaceFolder:
             if name not in names_by_file[file]:
                 raise CheckpointError(f"{self.path / file}: does not hold {name!r}, which {INDEX} says")
         for file, held_names in names_by_file.items():
-            if unlisted_names := sorted(name for name in held_names if weight_map.get(name) != file):
+            if unlisted_names := sorted(
+                held_name for held_name in held_names if weight_map.get(held_name) != file
+            ):
                 raise CheckpointError(
                     f"{self.path / file}: holds {unlisted_names[0]!r}, which {INDEX} does not list there"
                 )

@@ -197,7 +197,9 @@ def _rebuild(
         record_rows, _ = RecordFolder(history.run.steps, SCHEMA).read_rows(
             steps_after[0].step, steps_after[-1].step, ("step", "time", "lr")
         )
-        rates_by_step = {(row["step"], row["time"]): row["lr"] for row in record_rows}
+        rates_by_step = {
+            (record_row["step"], record_row["time"]): record_row["lr"] for record_row in record_rows
+        }
     as_done = [
         ReplayedStep(history.positions_of(d), rates_by_step[d.step, d.time], d.applied) for d in steps_after
     ]

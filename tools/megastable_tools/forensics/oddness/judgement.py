@@ -71,7 +71,7 @@ def looks_like(
         "shuffled text": (odd["gain"] | odd["order"]) & ~odd["surprise"] & (f["gain"] < 0.25 * usual["gain"]),
         "another language or register": odd["surprise"] | odd["unlikely"] | odd["foreign"],
     }
-    kind_numbers = [KINDS.index(name) for name in kind_rules]
+    kind_numbers = [KINDS.index(rule_name) for rule_name in kind_rules]
     return np.select(list(kind_rules.values()), kind_numbers, KINDS.index("odd")).astype(np.int16)
 
 

@@ -158,7 +158,7 @@ class Yardstick:
         """Read what `save_file` wrote. Raises DataError for a file that is missing, damaged or of another version."""
         try:
             with np.load(path, allow_pickle=False) as array_file:
-                arrays_found = {key: array_file[key] for key in array_file.files}
+                arrays_found = {file_key: array_file[file_key] for file_key in array_file.files}
             if int(arrays_found["format"]) != FORMAT or tuple(arrays_found["names"]) != NAMES:
                 raise DataError(f"{path} was made by another version: remove it, it will be made again")
             parts: dict[str, dict[str, Any]] = {"lexicon": {}, "tables": {}, "usual": {}}

@@ -232,12 +232,12 @@ def _at(
     for position, position_parts in parts_by_position(source, positions).items():
         for part in position_parts:
             parts.setdefault((part.document.shard, part.document.document), []).append((position, part))
-    for key, document_parts in parts.items():
+    for part_key, document_parts in parts.items():
         sample_positions = sorted({position for position, _ in document_parts})
         places_text = show_ranges([(position, position + 1) for position in sample_positions], most=3)
         reason_text = f"{evidence}: in {count_noun(len(sample_positions), 'sample')}, at {places_text}"
         inside_spans = [part.own_span for _, part in document_parts]
-        yield Why(*key, reason_text, document_parts[0][1].first_token, inside_spans if spans else None)
+        yield Why(*part_key, reason_text, document_parts[0][1].first_token, inside_spans if spans else None)
 
 
 def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:

@@ -308,7 +308,7 @@ def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Th
     for score in sorted({*THRESHOLDS, advise_score(found, times) or THRESHOLDS[0]}):
         documents_above, tokens_above = found.count_above(score)
         counted_kinds = [kind for kind in found.by_kind() if kind not in (EMPTY, USUAL)]
-        kinds = {kind: found.count_above(score, kind)[0] for kind in counted_kinds}
+        kinds = {counted_kind: found.count_above(score, counted_kind)[0] for counted_kind in counted_kinds}
         threshold_table.append(
             Threshold(
                 score=score, documents=documents_above, tokens=tokens_above, share=documents_above / max(full_count, 1),

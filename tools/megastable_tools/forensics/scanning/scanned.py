@@ -337,7 +337,7 @@ def find_suspects(
     if unknown := sorted(wanted - set(ALL_KINDS)):
         raise DataError(f"there is no kind {unknown[0]!r}: the kinds are {', '.join(ALL_KINDS[1:])}")
     odd = least is not None or kinds is not None
-    take = np.array([odd and kind in wanted for kind in ALL_KINDS])
+    take = np.array([odd and all_kind in wanted for all_kind in ALL_KINDS])
     yardstick = Yardstick.load_file(folder / resumable_map.YARDSTICK)
     copies = read_copies(folder / resumable_map.DUPLICATES) if duplicates else np.empty(0, COPY)
     befores = {shard.name: shard.before for shard in scan.shards}

@@ -236,7 +236,7 @@ def _sum_up(
     tokens that it measured."""
     column_names = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
     row_parts = resumable_map.read_parts(folder, parts, "score again", column_names)
-    held = [[part_rows[name].to_numpy() for name in column_names] for part_rows in row_parts]
+    held = [[part_rows[column_name].to_numpy() for column_name in column_names] for part_rows in row_parts]
     tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
     model, first_loss = scorer.model, int(scorer.eod is None)
     is_finite = np.isfinite(loss)
