@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
 from megastable_guard.actions import Action, Signals, Verdict
-from megastable_guard.guard import Guard, Recorded, simulate_guard
+from megastable_guard.step_judge import Recorded, StepJudge, simulate_guard
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]
@@ -216,12 +216,12 @@ def measure_delays(
     steps = FIRST + APART * (planted - 1) + longest_fault
     healthy_rows = list(healthy_run(kind, steps, seed, norms))
     sigma = SIGMA * float(np.std(KINDS[kind](steps, np.random.default_rng(seed))))
-    clean_guard = Guard(config, simulated=True)
+    clean_guard = StepJudge(config, simulated=True)
     delays_by_fault: dict[str, list[int]] = {name: [] for name in FAULTS}
     for fault_step, row in enumerate(healthy_rows[: steps - longest_fault + 1]):
         if fault_step >= FIRST and (fault_step - FIRST) % APART == 0:
             for name, fault in FAULTS.items():
-                branch_guard = Guard(config, clean_guard.state, simulated=True)
+                branch_guard = StepJudge(config, clean_guard.state, simulated=True)
                 delay = _delay(branch_guard, healthy_rows[fault_step:], fault, sigma)
                 delays_by_fault[name] += [] if delay is None else [delay]
         clean_guard.judge_step(Signals(row.step, row.loss, row.grad_norm), 0)
@@ -231,7 +231,7 @@ def measure_delays(
     ]
 
 
-def _delay(guard: Guard, rows: list[Recorded], fault: Fault, sigma: float) -> int | None:
+def _delay(guard: StepJudge, rows: list[Recorded], fault: Fault, sigma: float) -> int | None:
     for steps, (row, loss_rise, norm_factor) in enumerate(zip(rows, fault.loss, fault.norm)):
         grad_norm = None if row.grad_norm is None else row.grad_norm * float(norm_factor)
         step_signals = Signals(row.step, row.loss + sigma * float(loss_rise), grad_norm)

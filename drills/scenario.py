@@ -240,7 +240,7 @@ CLEAN_EPOCHS = replace(
 )
 
 # A finite wrong number in weights or moments looks from outside like an instability of training itself. STATE names
-# the damaged part of the run, HARDWARE the culprit; both send a person to the machine and leave the data alone.
+# the damaged part of the run, HARDWARE what was wrong; both send a person to the machine and leave the data alone.
 DAMAGED = {Cause.STATE, Cause.HARDWARE}
 
 GROSS = (

@@ -218,7 +218,7 @@ class PolicyConfig(Section):
 
 
 class GuardConfig(Section):
-    """What `Guard` needs of a run's `stability`."""
+    """What `StepJudge` needs of a run's `stability`."""
 
     detector: DetectorConfig = DetectorConfig()
     policy: PolicyConfig = PolicyConfig()

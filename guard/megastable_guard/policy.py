@@ -405,9 +405,8 @@ class Policy:
 
     def has_recurred(self, adjacent: bool = False) -> bool:
         """Called before `choose_remedy`: whether the incident came back although no sample was found bad the last
-        time:
-        soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
-        until shown otherwise."""
+        time: soon after it, or for the third time in a window. An incident next to skipped samples is attributed to
+        data until shown otherwise."""
         soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 

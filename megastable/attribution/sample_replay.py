@@ -184,9 +184,8 @@ class Laboratory:
         self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
     ) -> Known:
         """Harmless samples for comparison with samples of `corpora`: those recorded in `history`, with losses
-        when not
-        trained on yet, just like the suspects'. For corpora with few recorded (rare, or right after a start) the latest
-        before position `cursor`, measured: they were trained on, most of them long ago."""
+        when not trained on yet, just like the suspects'. For corpora with few recorded (rare, or right after a start)
+        the latest before position `cursor`, measured: they were trained on, most of them long ago."""
         positions, losses = collect_harmless(history[-math.ceil(RECORDED / self.batch) :], selection)
         known, count = Known(positions, losses, self.find_corpora(positions)), self.config.reference
         few = [c for c in np.unique(corpora).tolist() if (known.corpora == c).sum() < count]

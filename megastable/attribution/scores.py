@@ -1,6 +1,6 @@
 """Finds bad samples among many: individual outliers, and crowds in which no sample is extraordinary alone. Pure.
 
-Text has heavy tails: among thousands of harmless samples some are far out, and a fixed bound finds a culprit in every
+Text has heavy tails: among thousands of harmless samples some are far out, and a fixed bound finds a bad one in every
 large batch. So a suspect is measured by how often harmless samples of its corpus are as bad (a conformal p-value), and
 only as many are bad as chance does not explain (Benjamini and Hochberg 1995): if all are harmless, some are called bad
 in at most the stated share of the cases, for any distribution (Bates, Candes, Lei, Romano and Sesia, "Testing for

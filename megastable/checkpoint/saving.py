@@ -2,7 +2,7 @@
 
     saver.begin_save(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
     ... steps; in each: saver.collect_ballot() into its reduction, saver.hear_ballot(sums) after it
-    outcome = saver.hear_ballot(...) or .finish()     # when the checkpoint is complete, or why it failed
+    outcome = saver.hear_ballot(...) or .finish_save()  # when the checkpoint is complete, or why it failed
 
 Save completion piggybacks on the per-step all-reduce. When all ranks have written their parts, the ranks exchange their
 records in that step, and a thread of rank 0 writes the manifest and renames the folder. The next save waits for this

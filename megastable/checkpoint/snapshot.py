@@ -1,6 +1,6 @@
 """Keeps snapshots in host memory: copies of the engine's state in a ring that thins out with age.
 
-Only copies tensors; `thin_snapshots` (megastable_guard/guard.py) decides which points are kept.
+Only copies tensors; `thin_snapshots` (megastable_guard/step_judge.py) decides which points are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megastable.base.fingerprint import Marks, compare_marks, marks_of
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable_guard.guard import thin_snapshots
+from megastable_guard.step_judge import thin_snapshots
 
 if TYPE_CHECKING:  # it would load DeepSpeed
     from megastable.engine.engine import Engine

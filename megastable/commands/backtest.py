@@ -18,7 +18,7 @@ from megastable.commands.options import Json, JsonFile, Plot, put_json
 
 if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
-    from megastable_guard.guard import BacktestDecision, Recorded
+    from megastable_guard.step_judge import BacktestDecision, Recorded
 
 EVERY = 100  # steps between updates of the progress bar
 app = App()
@@ -47,7 +47,7 @@ def backtest(
     JSON: every step as {step, verdict, action, reason, reset}.
     """
     from megastable.base.progress_bar import show_bar
-    from megastable_guard.guard import simulate_guard
+    from megastable_guard.step_judge import simulate_guard
 
     for override_text in overrides or []:
         if not override_text.startswith("stability."):
@@ -92,7 +92,7 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 def _read(source: Path) -> list[Recorded]:
     from megastable.report.traces import read_csv_trace
     from megastable.run import records
-    from megastable_guard.guard import Recorded
+    from megastable_guard.step_judge import Recorded
 
     if not source.is_dir():
         return read_csv_trace(source, lambda line: typer.echo(line, err=True))

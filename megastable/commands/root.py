@@ -31,7 +31,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a checkpoint, a run's newest one, or a Hugging Face folder.",
     "plan": "Estimate memory, time and cost of a recipe on a cluster, and suggest faster layouts.",
     "backtest": "Replay recorded losses through detector and policy, and show what they would have done, and when.",
-    "court": "Hold the trial of an incident again, from a checkpoint, with more remedies: did the run choose well?",
+    "court": "Try an incident's remedies again, and more of them, from a checkpoint: did the run choose well?",
     "skips": "Try again what a run skips, on its newest checkpoint, and give back what does no harm.",
     "fp8-check": "Check whether a model would be stable in FP8, and which layers should stay out of it.",
     "study": "Train many small models: loss against learning rate, scale of activations over widths, seeds compared.",

@@ -40,9 +40,9 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
 from megastable_guard.actions import Action, Cause, Decision, Verdict
-from megastable_guard.guard import Guard
 from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, classify_incident
 from megastable_guard.policy import BLAMELESS
+from megastable_guard.step_judge import StepJudge
 
 Int64s = npt.NDArray[np.int64]
 
@@ -55,7 +55,9 @@ NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 class IncidentLog:
     """The current incident, and its records. list_warnings: the slow signals that were warned of, a sentence each."""
 
-    def __init__(self, parts: RunParts, guard: Guard, list_warnings: Callable[[], list[str]] = list) -> None:
+    def __init__(
+        self, parts: RunParts, guard: StepJudge, list_warnings: Callable[[], list[str]] = list
+    ) -> None:
         self.run, self.source, self.log, self.guard = parts.run, parts.source, parts.log, guard
         self.deferring = Deferring(parts.config, parts.run, parts.source, parts.select_unskipped)
         self.list_warnings = list_warnings

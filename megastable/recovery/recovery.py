@@ -47,9 +47,9 @@ from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
-from megastable_guard.guard import Guard, GuardState
 from megastable_guard.incident import Incident, LeftOutSamples
 from megastable_guard.policy_state import PolicyState
+from megastable_guard.step_judge import GuardState, StepJudge
 
 EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
 
@@ -84,7 +84,7 @@ class Recovery:
         self._located = ""  # result of replaying this step, refused as it is not finite
         c, read_events = self.settings, parts.run.iterate_events
         memory = run_on_first(lambda: recall_state(state.stability, read_events(*TELLING), c.dry_run))
-        self.guard = Guard(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
+        self.guard = StepJudge(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
         self.guard.policy.resume_from(state.step, state.updates)
         self.numerics = NumericsChoice(parts, self.guard)
         self._before = self.guard.detector.state

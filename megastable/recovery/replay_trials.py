@@ -50,8 +50,8 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
-from megastable_guard.guard import Guard
 from megastable_guard.policy import ADJUSTED, Offer
+from megastable_guard.step_judge import StepJudge
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -126,7 +126,7 @@ def describe_branch(
 class Trials:
     """points: of which one is in the engine when a trial is held."""
 
-    def __init__(self, parts: RunParts, guard: Guard, points: Points) -> None:
+    def __init__(self, parts: RunParts, guard: StepJudge, points: Points) -> None:
         self.config, self.engine, self.loader = parts.config, parts.engine, parts.loader
         self.log, self.phase = parts.log, parts.phase
         self.points, self.laboratory, self.guard = points, points.laboratory, guard

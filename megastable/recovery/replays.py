@@ -22,8 +22,8 @@ from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
 from megastable_guard import policy_state
 from megastable_guard.actions import Verdict
-from megastable_guard.guard import Guard
 from megastable_guard.robust import Trend
+from megastable_guard.step_judge import StepJudge
 
 SAME = 1e-3  # relative: replays agree far better, even with unordered sums on a GPU
 SAME_NORM = 0.05  # relative: norms agree far better, even with unordered sums of gradients
@@ -134,7 +134,7 @@ def _result(measured: Measured) -> Result:
 
 
 class NumericsChoice:
-    def __init__(self, parts: RunParts, guard: Guard) -> None:
+    def __init__(self, parts: RunParts, guard: StepJudge) -> None:
         self.engine, self.guard, self.acts, self.log = parts.engine, guard, parts.acts, parts.log
         self.rest = parts.config.precision.kind  # the precision without FP8
         # What the recipe says, which a person knows: a start may have left kernels already, untold.

@@ -33,7 +33,7 @@ from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import AlertEvent, NoSnapshots, SnapshotRejected
 from megastable_guard.actions import Action, Cause, Decision
 from megastable_guard.detector import DetectorState
-from megastable_guard.guard import Guard
+from megastable_guard.step_judge import StepJudge
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence
@@ -247,7 +247,7 @@ class LastResort:
     """settle: waits until no checkpoint is in progress, so that existing ones can be counted."""
 
     def __init__(
-        self, parts: RunParts, guard: Guard, incident_log: IncidentLog, points: Points,
+        self, parts: RunParts, guard: StepJudge, incident_log: IncidentLog, points: Points,
         settle: Callable[[], None],
     ) -> None:  # fmt: skip
         self.run, self.log, self.settle = parts.run, parts.log, settle

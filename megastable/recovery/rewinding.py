@@ -30,9 +30,9 @@ from megastable_guard import policy_state
 from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
 from megastable_guard.damage import TensorJump, TensorNorms
 from megastable_guard.detector import Detector, DetectorState
-from megastable_guard.guard import Guard
 from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable_guard.robust import Trend
+from megastable_guard.step_judge import StepJudge
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
@@ -68,7 +68,7 @@ class Rewinding:
     """Carries out a decision to go back."""
 
     def __init__(
-        self, parts: RunParts, guard: Guard, points: Points, replays: Replays, incident_log: IncidentLog,
+        self, parts: RunParts, guard: StepJudge, points: Points, replays: Replays, incident_log: IncidentLog,
         last_resort: LastResort, watches: Watches,
     ) -> None:  # fmt: skip
         self.parts, self.config, self.engine, self.log = parts, parts.config, parts.engine, parts.log

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megastable.base.errors import DataError
 from megastable.report.figures import draw_figure, limit_value
 from megastable_guard.actions import Action, Verdict
-from megastable_guard.guard import BacktestDecision, Recorded
+from megastable_guard.step_judge import BacktestDecision, Recorded
 
 AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 

@@ -2,7 +2,7 @@
 
 It decides by the same policy as the training (guard's policy), and keeps no state of its own: killed at any moment
 and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed. It
-tells the ranks what it wants through files (heartbeat.py), and hears how they are through its store.
+tells the ranks what it wants through files (run/rank_ipc.py), and hears how they are through its store.
 """
 
 from __future__ import annotations

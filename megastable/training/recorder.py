@@ -60,7 +60,7 @@ class Live:
         if self.console.width >= 120 or self.progress is None:
             progress_text += f"  lr {record.lr:.2e}  MFU {record.mfu_full:.1%}"
         if not record.applied:
-            progress_text += "  DISCARDED"
+            progress_text += "  REFUSED"
         if self.progress is not None:
             self.progress.update(self.task, completed=record.step, numbers=progress_text)
         elif record.step % self.config.interval == 0 or record.step in (1, self.steps) or not record.applied:

@@ -24,7 +24,7 @@ from megastable.base.free_memory import (
 from megastable.checkpoint.snapshot import Ring
 from megastable.checkpoint.snapshot_budget import plan_snapshots
 from megastable.config.stability import SnapshotConfig
-from megastable_guard.guard import thin_snapshots
+from megastable_guard.step_judge import thin_snapshots
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))

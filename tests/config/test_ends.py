@@ -15,7 +15,7 @@ from megastable.config import deepspeed_json, recipe
 from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 from megastable.optim.next_update import RunPosition, compare_next_update
-from megastable_guard.guard import Guard
+from megastable_guard.step_judge import StepJudge
 from tests.config.ends import cases
 
 BASE: dict[str, Any] = {"model": {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 32}}
@@ -46,7 +46,7 @@ def begin(config: RunConfig) -> None:
     np.random.seed((config.run.seed + 1) % 2**32)
     assert all(isinstance(str(hint), str) for hint in lint_recipe(config))
     compare_next_update(config, config, RunPosition(100, 100 * 64 * 32, 6400))
-    Guard(config.stability)
+    StepJudge(config.stability)
     deepspeed_json.build_deepspeed_json(config, 1)
 
 

@@ -33,8 +33,8 @@ from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured
 from megastable.run.log import RunLog
-from megastable_guard.guard import GuardState
 from megastable_guard.policy_state import Limit, PolicyState
+from megastable_guard.step_judge import GuardState
 from megastable_tools.convert.derived_runs import (
     Sizes,
     average_checkpoints,

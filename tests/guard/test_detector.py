@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megastable.config.stability import StabilityConfig
 from megastable_guard.actions import Action, Finding, Signals, Verdict
 from megastable_guard.detector import Detector, DetectorState
-from megastable_guard.guard import BacktestDecision, Recorded, simulate_guard
 from megastable_guard.guard_config import DetectorConfig
+from megastable_guard.step_judge import BacktestDecision, Recorded, simulate_guard
 from tests.guard.traces import SyntheticRun, divergence, healthy, plus, spike, swinging
 from tests.tiers import examples
 

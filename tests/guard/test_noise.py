@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.noise import FAULTS, autoregressive, count_actions, measure_delays
 from megastable.config.stability import StabilityConfig
 from megastable_guard.actions import Action
-from megastable_guard.guard import Recorded, simulate_guard
 from megastable_guard.robust import LENGTH, Scatter
+from megastable_guard.step_judge import Recorded, simulate_guard
 from tests.guard import traces
 
 CONFIG = StabilityConfig()

@@ -15,7 +15,7 @@ from megastable.base.errors import DataError
 from megastable.config.stability import StabilityConfig
 from megastable.report.traces import read_csv_trace
 from megastable_guard.actions import Action, Verdict
-from megastable_guard.guard import BacktestDecision, Recorded, simulate_guard
+from megastable_guard.step_judge import BacktestDecision, Recorded, simulate_guard
 from tests.guard.traces import SyntheticRun, healthy, spike
 from tests.tiers import examples
 

@@ -42,9 +42,9 @@ from megastable.run.log import RunLog
 from megastable.training.summary import list_incidents
 from megastable_guard.actions import Action, Cause, Decision, Finding, Verdict
 from megastable_guard.detector import DetectorState
-from megastable_guard.guard import GuardState
 from megastable_guard.incident import Incident
 from megastable_guard.policy_state import PolicyState, Taken
+from megastable_guard.step_judge import GuardState
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.full_disk import files_no_larger_than

@@ -39,7 +39,7 @@ def retry_incident(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Hold the trial of an incident again, from a checkpoint, with more remedies: did the run choose well?"""
+    """Try an incident's remedies again, and more of them, from a checkpoint: did the run choose well?"""
 
     from megastable.base.progress_bar import show_bar
     from megastable.report.text_output import TextOutput

@@ -36,9 +36,9 @@ from megastable.run.directory import FREE, RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.people_events import ChangeMeasured
 from megastable.run.events.reading import read_events
-from megastable_guard.guard import GuardState
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import describe_limit
+from megastable_guard.step_judge import GuardState
 from megastable_tools.convert.inspecting import field_differences
 
 

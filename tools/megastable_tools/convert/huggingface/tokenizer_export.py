@@ -6,8 +6,8 @@ literal "▁" is not taken for a space, as in training. The ids are verified on 
 difference is an error.
 
 Special tokens in a text are special in transformers: fine-tuning programs write "</s>" for the end of a text, and chat
-templates theirs. Text from data must not forge them, which is why prepare_data and generate take them as characters
-(megastable.data.tokenizer); in transformers, pass `split_special_tokens=True`.
+templates theirs. Text from data must not forge them, which is why `megastable prepare` and `megastable generate` take
+them as characters (megastable.data.tokenizer); in transformers, pass `split_special_tokens=True`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
+"""Detector and policy together judge every step, in training, in a dry run and in the backtest.
 
-guard = Guard(config.stability)
-decision = guard.judge_step(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+judge = StepJudge(config.stability)
+decision = judge.judge_step(Signals(step, loss, grad_norm, lr), oldest_snapshot)
 
 A recording does not react (`simulate_guard`): a rewind does not take place. So the rest of an excursion that was
 acted on is marked and not acted on again, and the effect of the action is unknown.
@@ -42,7 +42,7 @@ class GuardState(BaseModel):
         return GuardState(detector=self.detector, policy=policy_state, simulated=simulated)
 
 
-class Guard:
+class StepJudge:
     """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
 
     simulated: decisions are not carried out, as in a dry run or a recorded run: the rest of an excursion that was acted
@@ -146,7 +146,7 @@ def simulate_guard(
     interval, keep: of snapshots, steps (0: there are none, and no rewind) and number. fp8: whether the run computed in
     FP8; without measurements FP8 cannot be identified as the cause, and is left only where the rate would be cut.
     """
-    guard = Guard(config, simulated=True, fp8=fp8)
+    guard = StepJudge(config, simulated=True, fp8=fp8)
     snapshots: list[int] = []
     data_name: str | None = None
     for row in rows:

@@ -1,0 +1,1 @@
+"""The guard in the loops of other stacks."""

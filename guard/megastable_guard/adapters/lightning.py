@@ -1,0 +1,46 @@
+"""The guard in Lightning's Trainer.
+
+    trainer = lightning.Trainer(callbacks=[GuardCallback(sampler=sampler)], use_distributed_sampler=False)
+
+The module returns its loss from `training_step`, as usual. Lightning clips behind the hook that this uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from megastable_guard.loop_guard import Guard
+from megastable_guard.sampler import SkippableSampler
+
+
+class GuardCallback(Callback):
+    """sampler: of the training's loader, if the data can go back; options: of `Guard`."""
+
+    def __init__(self, sampler: SkippableSampler | None = None, **options: Any) -> None:
+        self.sampler, self.options = sampler, options
+        self.loss, self.micro_batches, self.stale = 0.0, 0, 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.guard = Guard(pl_module, optimizer, *schedulers[:1], **self.options)
+        self.guard.hold_refused()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        self.loss, self.micro_batches = self.loss + loss.detach(), self.micro_batches + 1
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        loss, self.loss, self.micro_batches = self.loss, 0.0, 0  # each is divided by their number already
+        if self.stale:
+            self.stale -= 1
+            return self.guard.drop_update()
+        verdict = self.guard.check(loss=loss)
+        if verdict.rewind:
+            self.guard.rewind()
+            if self.sampler is not None:
+                self.stale = self.sampler.seek(self.guard.step, verdict.step, defer=self.guard.deferred)

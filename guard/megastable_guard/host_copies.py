@@ -1,0 +1,190 @@
+"""Copies of a training state in host memory, to rewind to: weights, buffers, optimizer, scheduler, random states.
+
+Needs torch, and nothing of a framework: plain modules, DDP, FSDP2 (each rank copies its own part of a DTensor). The
+optimizer is one of torch, or wraps one that it names `optimizer`, as Accelerate's does.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megastable_guard.step_judge import thin_snapshots
+
+
+class Stateful(Protocol):
+    """What else belongs to the state: a scheduler, a sampler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """What a forward pass changes: buffers by name, and the states of the generators."""
+
+    buffers: dict[str, Tensor]
+    random: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """The state after `step` updates were offered to the guard. weights: parameters by name. moments: of every
+    parameter of the optimizer, in the order of its groups; groups: their settings. others: state dicts."""
+
+    step: int
+    forward: ForwardState
+    weights: dict[str, Tensor]
+    moments: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    others: dict[str, dict[str, Any]]
+
+
+def read_random_states() -> dict[str, Any]:
+    """The states of the generators of Python, numpy and torch, on the CPU and on this process's device."""
+    device_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {
+        "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+        "device": device_state,
+    }  # fmt: skip
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None:
+        torch.cuda.set_rng_state(states["device"])
+
+
+def find_inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch inside of wrappers. Raises TypeError."""
+    inner_optimizer, wrapped = None, optimizer
+    while wrapped is not None:
+        inner_optimizer = wrapped if isinstance(wrapped, torch.optim.Optimizer) else inner_optimizer
+        wrapped = getattr(wrapped, "optimizer", None)
+    if inner_optimizer is None:
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an optimizer of torch and wraps none: the guard can refuse updates, "
+            "but not rewind it: keep=0"
+        )
+    return inner_optimizer
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class HostCopies:
+    """The newest copies, thinned out with age. Every rank takes, drops and restores the same steps.
+
+    Args:
+        model, optimizer: of this rank.
+        others: what else belongs to the state, by name.
+        interval, capacity: steps from one to the next, and how many are kept. Each needs the memory of the weights and
+            the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        others: Mapping[str, Stateful],
+        interval: int,
+        capacity: int,
+    ) -> None:
+        self.model, self.optimizer, self.others = model, find_inner_optimizer(optimizer), others
+        self.interval, self.capacity = interval, capacity
+        self._kept: list[HostCopy] = []
+
+    @property
+    def steps(self) -> list[int]:
+        """Ascending."""
+        return [kept_copy.step for kept_copy in self._kept]
+
+    def is_due(self, step: int) -> bool:
+        return self.capacity > 0 and (not self._kept or step >= self._kept[-1].step + self.interval)
+
+    def copy_forward_state(self) -> ForwardState:
+        return ForwardState(
+            {name: self._copy(tensor) for name, tensor in self.model.named_buffers()}, read_random_states()
+        )
+
+    def take_copy(self, step: int, forward: ForwardState) -> None:
+        """Copy the present state, of after `step`. forward: of before the forward pass that came since."""
+        kept_steps = thin_snapshots([*self.steps, step], self.capacity, self.interval)
+        self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step in kept_steps]
+        with torch.no_grad():
+            weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
+            moments = [
+                self._copy(self.optimizer.state.get(parameter, {})) for parameter in self._parameters()
+            ]
+            groups = [
+                {k: self._copy(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+            ]
+            others = {name: self._copy(other.state_dict()) for name, other in self.others.items()}
+        self._kept.append(HostCopy(step, forward, weights, moments, groups, others))
+
+    def restore_forward_state(self, forward: ForwardState) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                local_part(buffer).copy_(forward.buffers[name])
+        restore_random_states(forward.random)
+
+    def restore_before(self, onset: int) -> HostCopy:
+        """Restore the newest copy that no step from `onset` on has touched, and drop later ones."""
+        self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step < onset]
+        if not self._kept:
+            raise LookupError(f"there is no copy from before step {onset}")
+        kept_copy = self._kept[-1]
+        with torch.no_grad():
+            for name, tensor in self.model.named_parameters():
+                local_part(tensor).copy_(kept_copy.weights[name])
+            for parameter, moments in zip(self._parameters(), kept_copy.moments, strict=True):
+                self._restore_moments(parameter, moments)
+        for group, settings in zip(self.optimizer.param_groups, kept_copy.groups, strict=True):
+            group.update(copy.deepcopy(settings))
+        for name, other in self.others.items():
+            other.load_state_dict(copy.deepcopy(kept_copy.others[name]))
+        self.restore_forward_state(kept_copy.forward)
+        self.optimizer.zero_grad(set_to_none=True)
+        return kept_copy
+
+    def _restore_moments(self, parameter: Tensor, moments: Mapping[str, Any]) -> None:
+        """In place where there are tensors already: a compiled or captured update refers to them."""
+        if not moments:
+            self.optimizer.state.pop(parameter, None)
+            return
+        state = self.optimizer.state[parameter]
+        for key in [key for key in state if key not in moments]:
+            del state[key]
+        for key, value in moments.items():
+            present = state.get(key)
+            if isinstance(value, Tensor) and isinstance(present, Tensor):
+                local_part(present).copy_(value)
+            elif isinstance(value, Tensor):
+                raise LookupError(f"the optimizer's state has no {key!r} any more")
+            else:
+                state[key] = copy.deepcopy(value)
+
+    def _parameters(self) -> Sequence[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _copy(self, value: Any) -> Any:
+        """A copy on the CPU, of whatever a state is made of."""
+        if isinstance(value, Tensor):
+            return local_part(value).detach().to("cpu", copy=True)
+        if isinstance(value, Mapping):
+            return {key: self._copy(inner_value) for key, inner_value in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copy(inner_value) for inner_value in value)
+        return copy.deepcopy(value)

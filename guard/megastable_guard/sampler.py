@@ -1,0 +1,177 @@
+"""The order of a map-style dataset that can go back, leave samples out and read them later. Needs torch.
+
+    sampler = SkippableSampler(len(dataset), batch=64, seed=1)
+    loader = DataLoader(dataset, batch_size=16, sampler=sampler)  # 4 micro-batches to an update
+    ...
+    sampler.seek(guard.rewind(), trained=verdict.step, defer=guard.deferred)
+    batches = iter(loader)  # one that goes on would yield what it had fetched: as many updates as `seek` returns
+
+The order is one stream through all epochs: a permutation of the dataset for each, drawn from seed and epoch. Its length
+is that of the run, so that a run that goes back does not end early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Sampler
+
+REMEMBERED = 4096  # steps whose beginnings are kept
+
+
+class Place(NamedTuple):
+    """Where the stream stands. position: in the order of all epochs; late: how many of the deferred samples were read
+    since; read: samples so far."""
+
+    position: int = 0
+    late: int = 0
+    read: int = 0
+
+
+class SkippableSampler(Sampler[int]):
+    """Yields indices of a dataset.
+
+    Args:
+        size: of the dataset.
+        batch: samples that this sampler yields for an update: of all micro-batches, and of all ranks if each of them
+            iterates over all (as Accelerate does), else of one rank.
+        seed: of the permutations.
+        shuffle: False reads the dataset in its order.
+        updates: length of the stream, in updates; None: one epoch.
+        rank, ranks: of the data-parallel ranks, if each has a sampler for its own part.
+        after: deferred samples are read again this many samples later.
+    """
+
+    def __init__(
+        self, size: int, batch: int, *, seed: int = 0, shuffle: bool = True, updates: int | None = None,
+        rank: int = 0, ranks: int = 1, after: int = 10_000,
+    ) -> None:  # fmt: skip
+        self.size, self.batch, self.seed, self.shuffle, self.after = size, batch * ranks, seed, shuffle, after
+        self.rank, self.ranks = rank, ranks
+        self.length = size if updates is None else updates * self.batch
+        self._place, self._starts = Place(), {0: Place()}
+        self._skipped: set[int] = set()  # indices
+        self._left_out: set[int] = set()  # positions of deferred samples
+        self._deferred: list[tuple[int, int]] = []  # index, and after how many samples it is read
+        self._filler = 0  # samples that fill up a batch of stale ones
+        self._epoch, self._permutation = -1, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return self.length // self.ranks
+
+    def __iter__(self) -> Iterator[int]:
+        """From where the stream stands. Samples that an earlier iterator has fetched are not yielded again."""
+        self._filler = 0
+        while self._place.read < self.length:
+            while self._filler:
+                self._filler -= 1
+                yield self._index_at(self._place.position)
+            offset = self._place.read % self.batch
+            index = self._take()
+            step, rest = divmod(self._place.read, self.batch)
+            if rest == 0:
+                self._starts[step] = self._place
+                self._starts.pop(step - REMEMBERED, None)
+            if offset % self.ranks == self.rank:
+                yield index
+
+    def indices_of(self, step: int) -> list[int]:
+        """The samples of the update after `step` others, in their order. Raises LookupError for one long past."""
+        before, self._place = self._place, self._start_of(step)
+        indices = [self._take() for _ in range(self.batch)]
+        self._place = before
+        return indices
+
+    def seek(self, step: int, trained: int, *, skip: Sequence[int] = (), defer: Sequence[int] = ()) -> int:
+        """Go on behind `step` updates, in another order.
+
+        Args:
+            step: updates that stay done.
+            trained: updates whose samples the loop has taken from the loader so far.
+            skip: indices of bad samples, which are never read again.
+            defer: steps whose samples are read later instead.
+
+        Returns:
+            Updates that the present iterator of a loader still yields before those of the new order, as it had fetched
+            them; the last one is filled up. A new iterator yields none of them.
+        """
+        fetched = self._place.read - trained * self.batch
+        positions, late = set[int](), set[int]()
+        for deferred_step in defer:
+            positions_read, late_read = self._read_by(deferred_step - 1)
+            positions |= positions_read
+            late |= late_read
+        start = self._start_of(step)
+        self._skipped.update(int(index) for index in skip)
+        self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
+        self._place = start
+        again = [self._deferred[number][0] for number in sorted(late)]
+        self._deferred = [kept for number, kept in enumerate(self._deferred) if number not in late]
+        for index in [*(self._index_at(position) for position in sorted(positions - self._left_out)), *again]:
+            self._deferred.append((index, start.read + self.after))
+        self._left_out |= positions
+        self._filler = -fetched % self.batch // self.ranks
+        return -(-fetched // self.batch)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """For a checkpoint after `step` updates; None: after all that were yielded."""
+        place = self._place if step is None else self._start_of(step)
+        return {
+            "place": list(place), "skipped": sorted(self._skipped), "left_out": sorted(self._left_out),
+            "deferred": [list(pair) for pair in self._deferred], "order": [self.size, self.seed, self.shuffle],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the state is of another dataset or seed."""
+        if list(state["order"]) != (order := [self.size, self.seed, self.shuffle]):
+            raise ValueError(
+                f"the checkpoint's sampler has [size, seed, shuffle] {state['order']}, this one {order}"
+            )
+        self._place = Place(*state["place"])
+        self._starts = {self._place.read // self.batch: self._place}
+        self._skipped, self._left_out = set(state["skipped"]), set(state["left_out"])
+        self._deferred = [(index, due) for index, due in state["deferred"]]
+
+    def _take(self) -> int:
+        """The next sample."""
+        position, late, read = self._place
+        if late < len(self._deferred) and self._deferred[late][1] <= read:
+            index = self._deferred[late][0]
+            self._place = Place(position, late + 1, read + 1)
+            return index
+        while position in self._left_out or self._index_at(position) in self._skipped:
+            position += 1
+        self._place = Place(position + 1, late, read + 1)
+        return self._index_at(position)
+
+    def _read_by(self, step: int) -> tuple[set[int], set[int]]:
+        """What the update after `step` others reads: positions of the order, and numbers of deferred samples."""
+        before, self._place = self._place, self._start_of(step)
+        positions, late = set[int](), set[int]()
+        for _ in range(self.batch):
+            place = self._place
+            self._take()
+            if self._place.late > place.late:
+                late.add(place.late)
+            else:
+                positions.add(self._place.position - 1)
+        self._place = before
+        return positions, late
+
+    def _start_of(self, step: int) -> Place:
+        if step not in self._starts:
+            raise LookupError(
+                f"the beginning of step {step} is not remembered: {min(self._starts)} is the oldest"
+            )
+        return self._starts[step]
+
+    def _index_at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.size)
+        if not self.shuffle:
+            return offset
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(self.size)
+        return int(self._permutation[offset])

@@ -1,0 +1,202 @@
+"""The guard of somebody else's loop: what is refused changes nothing, and a rewound run ends, bit for bit, as one that
+never saw the data; plain, with DDP and with FSDP2 on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megastable_guard.host_copies import find_inner_optimizer, local_part
+from megastable_guard.loop_guard import Guard
+from tests.distributed import run_ranks
+
+SIZE, BATCH, STEPS = 64, 32, 160
+BURST = {100: 8.0, 101: 8.0}  # factors of the loss of steps with random targets
+
+
+class Loop:
+    """A training of somebody's, which knows the guard by its four calls. wrap: makes the model parallel."""
+
+    def __init__(
+        self, guarded: bool, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **options: Any
+    ) -> None:
+        torch.manual_seed(7)
+        self.model = wrap(
+            nn.Sequential(
+                nn.Embedding(SIZE, 16),
+                nn.Flatten(),
+                nn.Linear(64, 32),
+                nn.BatchNorm1d(32),
+                nn.Dropout(0.1),
+                nn.GELU(),
+                nn.Linear(32, SIZE),
+            )
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
+        self.guard = (
+            Guard(self.model, self.optimizer, self.scheduler, interval=20, **options) if guarded else None
+        )
+        self.order = list(range(1, 2 * STEPS))
+        self.refused, self.rewound = list[int](), list[int]()
+        torch.manual_seed(11)
+
+    def read_batch(self, number: int, bad: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        """This rank's part."""
+        draw = torch.Generator().manual_seed(number)
+        inputs = torch.randint(0, SIZE, (BATCH, 4), generator=draw)
+        targets = (inputs[:, 0] + inputs[:, 1]) % SIZE
+        if number in bad:
+            targets = torch.randint(0, SIZE, (BATCH,), generator=draw)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return inputs[rank::world], targets[rank::world]
+
+    def train(self, steps: int, bad: Mapping[int, float] = {}) -> Loop:
+        """Up to `steps` updates, refused ones included."""
+        step = self.guard.step if self.guard else 0
+        while step < steps:
+            number = self.order[step]
+            inputs, targets = self.read_batch(number, bad)
+            loss = nn.functional.cross_entropy(self.model(inputs), targets) * bad.get(number, 1.0)
+            self.optimizer.zero_grad()
+            loss.backward()
+            step += 1
+            if self.guard is not None:
+                before = self.read_state()
+                verdict = self.guard.check(loss=loss.detach())
+                if not verdict.apply:
+                    assert same(before, self.read_state())
+                    (self.rewound if verdict.rewind else self.refused).append(step)
+                if verdict.rewind:
+                    step = self.guard.rewind()
+                    late = {self.order[deferred - 1] for deferred in self.guard.deferred}
+                    self.order = [number for number in self.order if number not in late]
+                if not verdict.apply:
+                    continue
+            self.optimizer.step()
+            self.scheduler.step()
+        return self
+
+    def read_state(self) -> list[Any]:
+        """This rank's weights, buffers, moments, schedule and random state."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        schedule = [self.scheduler.last_epoch, self.optimizer.param_groups[0]["lr"]]
+        return [
+            *(local_part(t).detach().clone() for t in (*tensors, *moments)),
+            torch.get_rng_state(),
+            *schedule,
+        ]
+
+
+def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )
+
+
+def as_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def as_fsdp(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model[2], model[-1]):  # type: ignore[index]
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def go_back(wrap: Callable[[nn.Module], nn.Module] | None = None) -> tuple[bool, list[int], list[int]]:
+    """Whether a run with a burst of bad data ends as one that never saw it; what was refused and rewound."""
+    options = {} if wrap is None else {"wrap": wrap}
+    guarded = Loop(True, **options).train(STEPS, BURST)
+    never = Loop(False, **options)
+    never.order = [number for number in never.order if number not in BURST]
+    never.train(STEPS)
+    return same(guarded.read_state(), never.read_state()), guarded.refused, guarded.rewound
+
+
+def test_guard_rewinds_to_the_bits_of_a_run_that_never_saw_the_data() -> None:
+    assert go_back() == (True, [100], [101])
+
+
+@pytest.mark.parametrize("wrap", [as_ddp, as_fsdp])
+def test_guard_rewinds_on_two_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    assert run_ranks(2, go_back, wrap) == [(True, [100], [101])] * 2
+
+
+def test_guard_refuses_a_single_batch_and_goes_on(tmp_path: Path) -> None:
+    loop = Loop(True, run_dir=tmp_path).train(STEPS, {90: 30.0})
+    assert (loop.refused, loop.rewound) == ([90], []) and loop.scheduler.last_epoch == STEPS - 1
+    (line,) = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
+    assert (line["event"], line["step"]) == ("discarded", 90) and "sigma" in line["reason"]
+
+
+def test_guard_leaves_a_healthy_run_alone() -> None:
+    loop = Loop(True).train(STEPS)
+    assert (
+        not loop.refused
+        and not loop.rewound
+        and same(loop.read_state(), Loop(False).train(STEPS).read_state())
+    )
+
+
+@pytest.mark.parametrize("killed", [50, 100, 101])
+def test_guard_goes_on_where_a_checkpoint_was_written(killed: int) -> None:
+    """Verdicts as without the kill; where copies are gone with the process, trouble from before it is not rewound."""
+    whole, first, second = Loop(True), Loop(True).train(killed - 1, BURST), Loop(True)
+    whole.train(STEPS, BURST)
+    assert first.guard and second.guard
+    for one in ("model", "optimizer", "scheduler"):
+        getattr(second, one).load_state_dict(getattr(first, one).state_dict())
+    second.guard.load_state_dict(json.loads(json.dumps(first.guard.state_dict())))
+    second.train(STEPS, BURST)
+    assert first.refused + second.refused == whole.refused == [100]
+    assert second.rewound == ([] if killed == 101 else [101])
+
+
+def test_guard_never_applies_what_is_not_finite() -> None:
+    """Not even without copies to go back to: then it says that nothing in memory helps."""
+    for keep in (0, 2):
+        loop = Loop(True, keep=keep).train(60)
+        assert loop.guard
+        verdicts = [loop.guard.check(loss=float("nan"), grad_norm=1.0) for _ in range(3)]
+        assert not any(verdict.apply for verdict in verdicts)
+        assert verdicts[-1].rewind == (keep > 0) and verdicts[-1].stop == (keep == 0)
+
+
+def test_rewind_without_a_verdict_is_refused() -> None:
+    loop = Loop(True).train(3)
+    with pytest.raises(RuntimeError, match="belongs behind a check"):
+        assert loop.guard and loop.guard.rewind()
+
+
+def test_hold_refused_stops_optimizer_and_scheduler_of_a_loop_that_calls_them_anyway() -> None:
+    loop = Loop(True).train(60)
+    assert loop.guard
+    loop.guard.hold_refused()
+    before = loop.read_state()
+    verdict = loop.guard.check(loss=1e6, grad_norm=1e6)
+    loop.optimizer.step()
+    loop.scheduler.step()
+    assert not verdict.apply and same(before, loop.read_state())
+
+
+def test_find_inner_optimizer_looks_into_wrappers() -> None:
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert find_inner_optimizer(Wrapper(Wrapper(inner))) is inner
+    with pytest.raises(TypeError, match="object is not an optimizer of torch and wraps none"):
+        find_inner_optimizer(object())

@@ -1,0 +1,97 @@
+"""The sampler that goes back: against a reference that keeps the whole stream in a list."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from megastable_guard.sampler import SkippableSampler
+
+
+def read(sampler: SkippableSampler, updates: int) -> list[list[int]]:
+    """The samples of the next updates, by a new iterator."""
+    indices = list(islice(iter(sampler), updates * sampler.batch))
+    return [indices[i : i + sampler.batch] for i in range(0, len(indices), sampler.batch)]
+
+
+@given(size=st.integers(1, 40), batch=st.integers(1, 8), seed=st.integers(0, 99), shuffle=st.booleans())
+def test_order_reads_every_sample_once_an_epoch(size: int, batch: int, seed: int, shuffle: bool) -> None:
+    sampler = SkippableSampler(size, batch, seed=seed, shuffle=shuffle, updates=-(-3 * size // batch))
+    stream = list(sampler)[: 3 * size]
+    epochs = [stream[i : i + size] for i in range(0, 3 * size, size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if not shuffle:
+        assert epochs[0] == epochs[1] == list(range(size))
+
+
+@given(data=st.data(), size=st.integers(20, 40), batch=st.integers(1, 4), back=st.integers(0, 4))
+def test_seek_skips_for_good_and_defers_until_later(
+    data: st.DataObject, size: int, batch: int, back: int
+) -> None:
+    sampler = SkippableSampler(size, batch, seed=3, updates=1000, after=5 * batch)
+    first = read(sampler, 9)
+    defer = data.draw(st.sets(st.integers(9 - back, 9), max_size=3)) if back else set[int]()
+    skip = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
+    sampler.seek(8 - back, 9, skip=sorted(skip), defer=sorted(step for step in defer if step > 8 - back))
+    then = [index for update in read(sampler, 5) for index in update]
+    late = [index for step in sorted(defer) for index in first[step - 1]]
+    permutations = [np.random.default_rng([3, epoch]).permutation(size).tolist() for epoch in range(3)]
+    left_out = {(step - 1) * batch + i for step in defer for i in range(batch)}
+    stream = [
+        index
+        for position, index in enumerate(chain(*permutations))
+        if position >= (8 - back) * batch and position not in left_out and index not in skip
+    ]
+    assert then == stream[: 5 * batch]
+    behind = [index for update in read(sampler, -(-len(late) // batch)) for index in update]
+    assert behind[: len(late)] == late
+
+
+@given(batch=st.integers(1, 6), stop=st.integers(1, 12), back=st.integers(0, 5))
+def test_state_dict_of_a_step_resumes_behind_it(batch: int, stop: int, back: int) -> None:
+    whole, killed = (SkippableSampler(50, batch, seed=1, updates=40, after=7) for _ in range(2))
+    for sampler in (whole, killed):
+        read(sampler, stop)
+        sampler.seek(max(0, stop - back), stop, skip=[3], defer=range(max(0, stop - back) + 1, stop + 1))
+    read(killed, 5)  # fetched beyond what was trained on
+    again = SkippableSampler(50, batch, seed=1, updates=40, after=7)
+    again.load_state_dict(killed.state_dict(max(0, stop - back) + 2))
+    assert read(again, 10) == read(whole, 12)[2:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_every_update(ranks: int) -> None:
+    parts = [list(SkippableSampler(60, 4, seed=5, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    whole = list(SkippableSampler(60, 4 * ranks, seed=5))
+    assert all(len(part) == 60 // ranks for part in parts)
+    assert [part[i] for i in range(60 // ranks) for part in parts] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_goes_on_yields_as_many_stale_updates_as_seek_says(workers: int) -> None:
+    """Of two micro-batches; then the new order, from its beginning."""
+    sampler = SkippableSampler(400, 4, seed=2, updates=90)
+    loader = iter(DataLoader(range(400), batch_size=2, sampler=sampler, num_workers=workers))  # type: ignore[arg-type]
+    order = list(SkippableSampler(400, 4, seed=2))
+    read_so_far = [next(loader).tolist() for _ in range(20)]
+    assert [*chain(*read_so_far)] == order[:40]
+    stale = sampler.seek(4, 10, defer=[5])
+    assert stale == (0 if workers == 0 else 2)
+    for _ in range(2 * stale):
+        next(loader)
+    assert [*chain(*(next(loader).tolist() for _ in range(8)))] == order[20:36]
+
+
+def test_seek_and_load_refuse_what_is_not_theirs() -> None:
+    sampler = SkippableSampler(10, 2)
+    with pytest.raises(LookupError, match="the beginning of step 3 is not remembered"):
+        sampler.seek(3, 3)
+    with pytest.raises(
+        ValueError, match=r"\[size, seed, shuffle\] \[10, 0, True\], this one \[11, 0, True\]"
+    ):
+        SkippableSampler(11, 2).load_state_dict(sampler.state_dict())
