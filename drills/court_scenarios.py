@@ -133,7 +133,7 @@ NO_REWIND = Wish("0 rewinds", lambda r: r.rewinds == 0)
 NOTHING = Wish("nothing done", lambda r: not (r.incidents or r.refused or r.deferred))
 NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r.worse <= NEAR)
 MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
-FEW_HARMLESS = Wish("2 harmless at most", lambda r: r.lost <= 2)
+FEW_HARMLESS = Wish("2 harmless ones lost at most", lambda r: r.lost <= 2)
 SHORT = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
 ONE_SHIFT = Wish("1 shift at most", lambda r: r.shifts <= 1)
 FOUND_OR_HARMLESS = Wish(

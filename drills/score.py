@@ -353,15 +353,17 @@ def find_fate(run: Path, planted: Planted | None) -> Fate:
     all_incidents = list(find_latest(run_history.run.iterate_events(IncidentEvent)).values())
     deferred_count = sum(end - first for i in all_incidents for first, end in i.get("deferred", ()))
     named_documents = _documents(document for i in all_incidents for document in i.get("documents", ()))
-    found_bad = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
+    planted_documents = (
+        _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
+    )
     return Fate(
         planted=len(bad_sequences),
         skipped=len(left_out & bad_sequences),
         lost=len(left_out - bad_sequences),
         deferred=deferred_count,
-        documents=len(found_bad),
-        named=len(named_documents & found_bad),
-        wrong=len(named_documents - found_bad),
+        documents=len(planted_documents),
+        named=len(named_documents & planted_documents),
+        wrong=len(named_documents - planted_documents),
     )
 
 

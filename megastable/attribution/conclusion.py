@@ -113,7 +113,7 @@ def blame_samples(
         compared_with: how many harmless samples they were compared with.
         chance: how often as many harmless samples are as bad.
         region: of `Conclusion`.
-        together: gradient norm of a batch of the bad, relative to an ordinary one's.
+        together: gradient norm of a batch of the bad samples, relative to an ordinary one's.
     """
     ordered_suspects, bad_positions = _worst_first(suspects), set(bad)
     worst_suspect = next(suspect for suspect in ordered_suspects if suspect.position in bad_positions)
@@ -131,7 +131,7 @@ def blame_samples(
         if worst_suspect.gradient_norm is not None:
             blame_reason += f", and by itself a gradient norm of {worst_suspect.gradient_norm:.3g}"
         if chance < 0.05:
-            blame_reason += f"; as many harmless ones are as bad in at most {100 * chance:.2g} % of draws"
+            blame_reason += f"; so many drawn at random are as bad in at most {100 * chance:.2g} % of draws"
     if region is not None:
         blame_reason += f". {region.how[0].upper()}{region.how[1:]}"
     return Conclusion(Cause.DATA, sorted(bad), ordered_suspects, blame_reason, region)

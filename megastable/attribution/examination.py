@@ -85,7 +85,9 @@ class Examination:
         self.alone = np.empty(0, np.int64)  # bad by their own loss
         self.shared = 0.0  # z by which the current state puts ordinary samples above their recorded losses
         self.endless: int | None = None  # batches after the window for which a region went on without an end
-        self.together: float | None = None  # gradient of a batch of the bad, relative to an ordinary one's
+        self.together: float | None = (
+            None  # gradient of a batch of bad samples, relative to an ordinary one's
+        )
         self.positions = np.concatenate([trained_step.positions for trained_step in self.steps])
         self.corpora = laboratory.find_corpora(self.positions)
         self.losses = self.lab.measure_losses(self.positions)

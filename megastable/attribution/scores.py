@@ -41,7 +41,7 @@ Bools = npt.NDArray[np.bool_]
 SCALE_FLOOR = 0.05  # nats: minimum spread of samples of one kind of text; a smaller MAD is chance
 ENOUGH = 48  # harmless samples required to judge a corpus
 GROUP = 64  # harmless samples per median and MAD: fewer are too noisy, more span a falling loss
-FALSE = 0.03  # false discovery rate; also the rate of false names if all are harmless
+FALSE = 0.03  # false discovery rate; also how often any is called bad if all are harmless
 # If at least `CROWD` are bad at once, the false discovery rate is `CROWD_FALSE`: chance brings 6 where 1.5 are expected
 # once in 200 times.
 CROWD, CROWD_FALSE = 6, 0.25
@@ -133,7 +133,7 @@ class UsualLosses:
 
 def shared_shift(z: Floats, bad: Bools) -> float:
     """How far all samples of a window [n] lie above their records, in z: the median of those that are not bad, as
-    measured on the same state; 0 if these are few, or fewer than the bad, or do not lie higher."""
+    measured on the same state; 0 if these are few, or fewer than the bad ones, or do not lie higher."""
     other_z = z[~bad & np.isfinite(z)]
     return max(0.0, float(np.median(other_z))) if other_z.size >= max(ENOUGH // 2, bad.sum()) else 0.0
 

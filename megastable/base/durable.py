@@ -45,7 +45,7 @@ def lock_file(path: Path, seconds: float = 1.0) -> IO[str] | None:
 
 def _lock(file: IO[Any], seconds: float) -> bool:
     """Wait for other holders, but not forever for one that was stopped; whether it is locked. Raises OSError."""
-    wait_until = time.monotonic() + seconds
+    wait_until, pause = time.monotonic() + seconds, 0.01
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +53,8 @@ def _lock(file: IO[Any], seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() > wait_until:
                 return False
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)  # each try is a message to the server of a shared file system
 
 
 def write_output(path: Path, text: str) -> None:

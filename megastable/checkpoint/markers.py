@@ -1,5 +1,5 @@
-"""Markers of a checkpoint, written after it is complete: proved healthy, pinned, quarantined of wrong content (although
-its checksums are right), or accepted by a person despite that.
+"""Markers of a checkpoint, written after it is complete: proved healthy, pinned, quarantined (its content
+is wrong, although its checksums are right), or accepted by a person despite that.
 
 The markers lie in its folder and are not in its manifest. All but a pin name the manifest that they refer to, so they
 do not apply to another checkpoint that they are copied to.
@@ -26,6 +26,8 @@ UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that 
 M = TypeVar("M", "Health", "Ruling")
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+FORMER = "convicted.json"  # the name of quarantined.json before 2026-11-29: a wrong state must not pass for a good one
 
 
 class Health(BaseModel):
@@ -95,13 +97,16 @@ def mark_bad(checkpoint: Path, reason: str) -> Ruling:
 def mark_accepted(checkpoint: Path, reason: str = "") -> Ruling:
     """Record that a person allows runs to continue from a checkpoint, whatever they find. Raises CheckpointError."""
     acceptance_ruling = _rule(checkpoint, ACCEPTED, reason)
-    _remove(checkpoint / QUARANTINED)
+    for bad_name in (QUARANTINED, FORMER):
+        _remove(checkpoint / bad_name)
     return acceptance_ruling
 
 
 def read_bad_ruling(checkpoint: Path) -> Ruling | None:
     """The ruling that forbids runs to continue from it. An unreadable marker does not count: a run finds out again."""
-    return None if read_acceptance(checkpoint) is not None else _about(checkpoint, QUARANTINED, Ruling)[0]
+    if read_acceptance(checkpoint) is not None:
+        return None
+    return _about(checkpoint, QUARANTINED, Ruling)[0] or _about(checkpoint, FORMER, Ruling)[0]
 
 
 def read_acceptance(checkpoint: Path) -> Ruling | None:

@@ -108,11 +108,10 @@ def find_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
     path = recipe.find_recipe(path)
     if path.name == store.LATEST:
-        name, others = store.read_latest(path.parent), store.describe_others(path.parent)
-        if not name:
-            raise CheckpointError(f"{path} cannot be read: name a checkpoint{others}")
-        if not (path.parent / name).is_dir() or "/" in name:
-            raise CheckpointError(f"{path} names {name!r}, which is not there{others}")
+        name = store.read_latest(path.parent)
+        if not name or not (path.parent / name).is_dir() or "/" in name:
+            problem = f"names {name!r}, which is not there" if name else "cannot be read: name a checkpoint"
+            raise CheckpointError(f"{path} {problem}{store.describe_others(path.parent)}")
         return _verified(path.parent / name)
     if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():

@@ -120,8 +120,9 @@ def delete_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> list
         log.warning("no old checkpoint is deleted: %s", error)
         return []
     # The target of `latest` stays, even if that file could not be updated.
-    names, latest = [store.name_of(step) for step in deleted_steps], read_latest(folder)
-    hidden = [name for name in names if name != latest and _hide(folder, name)]
+    names = [store.name_of(step) for step in deleted_steps]
+    # Read each time: a person's roll-back may move it meanwhile.
+    hidden = [name for name in names if name != read_latest(folder) and _hide(folder, name)]
     if not hidden:
         return []
     try:

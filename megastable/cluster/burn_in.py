@@ -261,8 +261,8 @@ def main() -> None:
     signal.alarm(int(parsed_options.seconds + BURN_IN))  # the last resort: whoever asked may be gone
     # Products must give the same bits every time, and NCCL is to say what fails.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}
-    start_time = time.monotonic()
     burn_in = BurnIn(find_devices(), parsed_options.seconds, parsed_options.seed)
+    start_time = time.monotonic()
     threading.Thread(target=burn_in.report_hangs, daemon=True).start()
     if burn_in.devices[0].type == "cuda":
         if in_use := describe_use():

@@ -142,17 +142,19 @@ class TimedProbe:
 
     def read_answer(self) -> tuple[Any, str | None]:
         """(answer, None), or (None, why there is none). Call once."""
-        content = b""
+        content, poll = b"", select.poll()  # unlike select.select, it takes descriptors of 1,024 and above
+        poll.register(self._read, select.POLLIN)
         try:
-            while select.select([self._read], [], [], max(0.0, self._until - time.monotonic()))[0]:
+            while poll.poll(max(0.0, self._until - time.monotonic()) * 1000):
                 content_part = os.read(self._read, 1 << 16)
                 if not content_part:
                     os.waitpid(self._pid, 0)
-                    answer_fields = json.loads(content)
+                    try:
+                        answer_fields = json.loads(content)
+                    except ValueError:
+                        return None, "the probe was killed"
                     return answer_fields.get("answer"), answer_fields.get("why")
                 content += content_part
-        except ValueError:
-            return None, "the probe was killed"
         finally:
             os.close(self._read)
         os.kill(self._pid, signal.SIGKILL)

@@ -399,6 +399,8 @@ class LossCounter:
         """
         tokens = np.concatenate([np.empty(0, np.int32), *ids])
         is_unknown = np.zeros(tokens.size, bool) if self._unknown is None else tokens == self._unknown
+        if self._unknown is not None and not is_unknown.any():
+            return [0] * len(texts)  # the usual batch, in 1/40 of the time
         document_ends, lost_by_text = np.cumsum([0, *map(len, ids)]), list[int]()
         known_bytes = _sums(self._bytes[tokens], document_ends).tolist()
         unknown_counts = _sums(is_unknown, document_ends).tolist()

@@ -217,12 +217,15 @@ class _Linked(Wrapper):
         return held.param_group_index, held.hp_fragment_address.start, low.start, low.numel
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        own_squares = self._squares()
+        return own_squares, torch.isfinite(own_squares), None
+
+    def _squares(self) -> Tensor:
         counted = list(self._counted_gradients())
         # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
         norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
         scale = float(getattr(self.o, "loss_scale", 1.0))
-        own_square = torch.stack(norms).double().square().sum() / scale**2
-        return own_square, torch.isfinite(own_square), None
+        return torch.stack(norms).double().square().sum() / scale**2
 
     @abstractmethod
     def _counted_gradients(self) -> Sequence[Tensor]:

@@ -116,8 +116,9 @@ def count_losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
         matrix_part = x[first : first + part_rows]
         quantized_part = became.slice_rows(first, first + len(matrix_part))
         decoded_codes = quantized_part.decoded(torch.float32)
-        rounded_to = quantized_part.dequantized(torch.float32).abs_().mul_(1 + half_step / to.max)
-        is_beyond = rounded_to < matrix_part.abs()
+        is_beyond = matrix_part.abs() > (  # without a name, which would keep the part in memory
+            quantized_part.dequantized(torch.float32).abs_().mul_(1 + half_step / to.max)
+        )
         cut_count = cut_count + ((decoded_codes.abs() == to.max) & is_beyond).sum(dtype=torch.float64)
         lost_count = lost_count + ((decoded_codes == 0) & (matrix_part != 0)).sum(dtype=torch.float64)
     return cut_count, lost_count

@@ -52,13 +52,15 @@ class Adafactor(PieceOptimizer):
         for name, new_mean in self._means(pieces).items():
             shared_mean = self.shared.setdefault(name, torch.zeros_like(new_mean))
             shared_mean.mul_(average_decay).add_(new_mean.add_(TINY) * (1 - average_decay))
-        square_norms = []
+        square_norms = list[tuple[Piece, Tensor]]()
         for piece in pieces:
             if not piece.group["matrices"]:
                 new_square = piece.gradient.square().add_(TINY).mul_(1 - average_decay)
                 piece.state["exp_avg_sq"].mul_(average_decay).add_(new_square)
-            for _, u in self._scaled(piece):
-                square_norms.append((piece, torch.linalg.vector_norm(u).double().square()))
+            # A comprehension: the last `u` of a loop would live on through the second pass.
+            square_norms += [
+                (piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)
+            ]
         square_sums = self.sum_by_parameter(square_norms, 1)[:, 0].tolist()
         for piece in pieces:
             whole_parameter, group = self.at.parameters[piece.name], piece.group

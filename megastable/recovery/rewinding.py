@@ -282,8 +282,8 @@ class Rewinding:
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state from before them. If a crowd of their samples is bad there,
-        the run resumes from it without them, and that state is returned; else it stays where it is: individually
-        quarantined samples are skipped, and with none nothing changes. Raises SpaceError."""
+        the run resumes from it without them, and that state is returned; else it stays where it is: samples
+        that are bad by themselves are skipped, and with none nothing changes. Raises SpaceError."""
         begin_time, guard_policy = time.perf_counter(), self.guard.policy
         self.parts.phase("examine samples")
         window = [t for t in self.points.steps_since(case.first) if t.step <= case.last]

@@ -219,8 +219,9 @@ def _in_a_line(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line of our code."""
     # Not by the name in the path: dependencies may lie in a clone of that name.
+    packages = package_folders()
     own_frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
-        if any(Path(frame.filename).is_relative_to(package) for package in package_folders())
+        if any(Path(frame.filename).is_relative_to(package) for package in packages)
     ]  # fmt: skip
     return f"{Path(own_frames[-1].filename).name}:{own_frames[-1].lineno}" if own_frames else ""

@@ -223,7 +223,7 @@ class MemoryCopies:
             job.loan.returned.set()
             if not job.done and self._client is not None:
                 # What a connection has broken off in is unknown to its other end.
-                with suppress(OSError):
+                with suppress(Exception):
                     self._client.close()
                 self._client = None
             job.finished = True

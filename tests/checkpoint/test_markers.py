@@ -102,6 +102,11 @@ def test_a_quarantined_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_pa
     markers.mark_accepted(path, "on purpose")
     assert markers.read_bad_ruling(path) is None and markers.read_acceptance(path) is not None
     markers.mark_bad(path, "again")  # by a run that did not ask
+    (path / store.QUARANTINED).rename(path / markers.FORMER)  # as before that name
+    assert (ruling := markers.read_bad_ruling(path)) and ruling.reason == "again"
+    markers.mark_accepted(path)
+    assert markers.read_bad_ruling(path) is None and not (path / markers.FORMER).exists()
+    markers.mark_bad(path, "again")
     assert markers.read_bad_ruling(path) is not None and markers.read_acceptance(path) is None
     store.verify_checkpoint(path)
     with pytest.raises(CheckpointError):

@@ -226,6 +226,15 @@ def test_incident_sheet_begins_with_the_bad_samples(corpus: Path, tmp_path: Path
         incident_sheet(history, 7, texts=0)
 
 
+def test_incident_sheet_shows_what_is_deferred_behind_what_is_skipped(corpus: Path, tmp_path: Path) -> None:
+    incident = data_incident(corpus, [(233, 236)]).model_copy(
+        update={"deferred": [(240, 243)], "returns": [(600, 603)]}
+    )
+    rows = incident_sheet(History(make_run(corpus, tmp_path / "run", incident)), 1, texts=0).rows
+    assert {r["position"] for r in rows[:3]} == {233, 234, 235} and all(r["bad"] for r in rows[:3])
+    assert {r["position"] for r in rows[3:6]} == {240, 241, 242} and all(r["deferred"] for r in rows[3:6])
+
+
 @pytest.mark.slow
 def test_skip_documents_of_a_run_that_is_down_holds_from_its_checkpoint_on(
     run: tuple[Path, list[list[int]]], tmp_path: Path

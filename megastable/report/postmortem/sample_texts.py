@@ -155,7 +155,7 @@ class Library:
         Raises DataError for a damaged corpus.
         """
         positions = spread_positions(ranges, COUNTED)
-        found_bad = self._counts(positions)
+        bad_counts = self._counts(positions)
         repeated = [np.bincount(sample[:-1]).max() for sample in self.source.read_samples(positions)]
         corpora = np.unique(self.source.order.locate_samples(positions).corpus).tolist()
         streams = [self.source.streams[index] for index in corpora]
@@ -165,21 +165,21 @@ class Library:
         )
         before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
         before = before[~selection.mask_skipped(before)][-positions.size :]
-        shares, usual = found_bad / found_bad.sum(), corpus / corpus.sum()
+        shares, usual = bad_counts / bad_counts.sum(), corpus / corpus.sum()
         top_tokens = list[TokenShare]()
-        for token in dict.fromkeys((*_top(found_bad), *_top(corpus))):
+        for token in dict.fromkeys((*_top(bad_counts), *_top(corpus))):
             text = self.decode_ids([token]) or f"token {token}"
             text = "end of document" if token == self.source.eod else text
             bad_share, usual_share = float(shares[token]), float(usual[token])
             top_tokens.append(TokenShare(token=token, text=text, bad=bad_share, corpus=usual_share))
         return Tokens(
-            samples=positions.size, bad_tokens=int(found_bad.sum()), corpus_tokens=int(corpus.sum()),
+            samples=positions.size, bad_tokens=int(bad_counts.sum()), corpus_tokens=int(corpus.sum()),
             vocabulary=self.vocabulary,
-            bad_entropy=unigram_entropy(found_bad), corpus_entropy=unigram_entropy(corpus),
+            bad_entropy=unigram_entropy(bad_counts), corpus_entropy=unigram_entropy(corpus),
             repeated=float(np.median(repeated)) / self.source.order.sequence_length,
-            distance=_distance(found_bad, corpus),
+            distance=_distance(bad_counts, corpus),
             usual_distance=_distance(self._counts(before), corpus) if before.size == positions.size else None,
-            top=top_tokens, bad_by_rank=_by_rank(found_bad), corpus_by_rank=_by_rank(corpus),
+            top=top_tokens, bad_by_rank=_by_rank(bad_counts), corpus_by_rank=_by_rank(corpus),
         )  # fmt: skip
 
     def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:

@@ -26,7 +26,7 @@ class ExchangesUndone(Event):
 
 
 class BlendChanged(Event):
-    """From `position` on. old, new: weights by corpus; skips_moved: quarantined samples that have moved."""
+    """From `position` on. old, new: weights by corpus; skips_moved: skipped samples that have moved."""
 
     NAME = "blend_changed"
     TOLD = "the corpora are blended by other weights from position {position} on"

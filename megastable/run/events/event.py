@@ -149,7 +149,9 @@ class Event:
         return f"{type(self).__name__}({self.fields!r})"
 
     def drop_field(self, key: str) -> Self:
-        """The event without a field."""
+        """The event without a field; itself, if it has none of that name."""
+        if key not in self.fields:
+            return self
         return self.from_fields({name: value for name, value in self.fields.items() if name != key})
 
     @property

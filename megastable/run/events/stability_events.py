@@ -40,7 +40,7 @@ class Discarded(Event):
 
 
 class _Samples(Event):
-    """A case of suspected samples of the steps `first` to `last` is closed without a quarantine. suspected: the reason;
+    """A case of suspected samples of the steps `first` to `last` is closed without a skip. suspected: the reason;
     positions: the known ones."""
 
     FOUND = "examined, nothing is skipped"

@@ -39,8 +39,8 @@ def redactor(**keep: bool) -> Redactor:
     [
         "the loss stays above its trend since step 120: 2 observations, 20.7 sigma above the best",
         "40 of 48 samples are bad on the state before the onset, too: the worst has a loss of 10.24 (8 robust "
-        "deviations above 1904 harmless ones), and by itself a gradient norm of 5.6; as many harmless ones are as bad "
-        "in at most 0.01 % of draws. It extends 1 batches beyond the window and ends at position 1947",
+        "deviations above 1904 harmless ones), and by itself a gradient norm of 5.6; so many drawn at random "
+        "are as bad in at most 0.01 % of draws. It extends 1 batches beyond the window and ends at position 1947",
         "no progress for 31 s in step, 30 s is the limit",
         "killed by signal 9 (SIGKILL)",
         "checkpoint step-200 saved: 63.1 MB in 1.6 s",

@@ -29,7 +29,7 @@ MOST = 200_000  # samples of one sheet
 COLUMNS = (
     Column("step", "step", "count"),
     Column("state", "state", help="trained; refused: the update was not applied; undone: the run was rewound past it"),
-    Column("bad", "bad", help="found bad of an incident"),
+    Column("bad", "bad", help="found bad in an incident"),
     Column("deferred", "deferred", help="deferred: the sample is read again later"),
     Column("position", "position", "count", "absolute number of the sample in the run"),
     Column("loss", "loss", "number", "nats per token of the sample, where it was recorded or measured"),
@@ -110,7 +110,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     parts_named = [
         (history.library_at(naming_time), numbers_of(some), kind)
         for naming_time, skipped_ranges, deferred_ranges in named_when(told)
-        for some, kind in ((skipped_ranges, "bad"), (deferred_ranges, "deferred"))
+        for some, kind in ((skipped_ranges, "skipped"), (deferred_ranges, "deferred"))
         if some
     ]
     left_out = np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers, _ in parts_named)])
@@ -126,11 +126,11 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         return {
             "step": done_step.step if done_step else None,
             "state": done_step.state if done_step else "unread",
-            "bad": kind == "bad" and bad_skips.contains(position) if incident.bad else None,
+            "bad": kind == "skipped" and bad_skips.contains(position) if incident.bad else None,
             "deferred": kind == "deferred" if incident.deferred else None,
         }
 
-    parts_named.sort(key=lambda part: part[2], reverse=True)  # bad ones first
+    parts_named.sort(key=lambda part: part[2] == "deferred")  # after those that were skipped
     for part_library, positions, kind in [*parts_named, (history.library_at(told[0]["time"]), others, "")]:
         if kind:
             worst_first = [-measured_losses.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]

@@ -71,9 +71,9 @@ def measure_coordinates(recipe: str, overrides: tuple[str, ...], steps: int, out
         config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(), 0, config.run.timeout)
     )
     train_config = config.train
-    part = RankPart(train_config.micro_batch)
+    part, data_config = RankPart(train_config.micro_batch), config.data.model_copy(update={"prefetch": 1})
     with Loader(
-        corpora.train, Skips.from_ranges([]), 0, train_config.global_batch, part, config.data
+        corpora.train, Skips.from_ranges([]), 0, train_config.global_batch, part, data_config
     ) as loader:
         batches = [next(loader).micro_batches for _ in range(steps)]
     probe_batch = batches[0]

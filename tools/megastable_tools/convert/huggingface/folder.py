@@ -85,7 +85,7 @@ class HuggingFaceFolder:
         if single_path.is_file():
             return dict.fromkeys(self._opened(SINGLE).entries, SINGLE)
         if not index.is_file():
-            if old := sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth")):
+            if old := sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth")):
                 raise CheckpointError(
                     f"{self.path} has its weights in {old[0]}, a pickle, which can hold any program: load it with "
                     "transformers where you trust it, and write it again with save_pretrained(..., "

@@ -247,7 +247,7 @@ def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
 
 def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise CheckpointError(f"{where}: {key}={value!r}: it must be a number of at least 1")
+        raise CheckpointError(f"{where}: {key}={value!r}: it must be a whole number from 1 to 2147483647")
     return value
 
 

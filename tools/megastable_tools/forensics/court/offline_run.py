@@ -121,7 +121,8 @@ class OfflineRun:
         alone = Topology(Layout(1, 1, 1, 1), 0, config.run.timeout)
         self.engine = Engine(config, deepspeed_json.build_deepspeed_json(config, 1), alone)
         self.loader = Loader(
-            source, selection, self.state.cursor, config.batches, RankPart(config.train.micro_batch), config.data,
+            source, selection, self.state.cursor, config.batches, RankPart(config.train.micro_batch),
+            config.data.model_copy(update={"prefetch": 2}),  # few batches are read
             pin_memory=self.engine.device.type == "cuda", pieces=config.pieces,
         )  # fmt: skip
         self.laboratory = Laboratory(config.stability.attribution, self.engine, self.loader)
