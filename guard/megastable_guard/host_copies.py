@@ -84,6 +84,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def read_forward_state(model: torch.nn.Module) -> ForwardState:
+    """The buffers where they are, and the generators."""
+    buffers = {name: local_part(buffer).detach().clone() for name, buffer in model.named_buffers()}
+    return ForwardState(buffers, read_random_states())
+
+
+def restore_buffers(model: torch.nn.Module, forward: ForwardState) -> None:
+    """What a forward pass has written into them is gone. Those registered since stay as they are."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in forward.buffers:
+                local_part(buffer).copy_(forward.buffers[name])
+
+
 class HostCopies:
     """The newest copies, thinned out with age. Every rank takes, drops and restores the same steps.
 
@@ -104,6 +118,12 @@ class HostCopies:
     ) -> None:
         self.model, self.optimizer, self.others = model, find_inner_optimizer(optimizer), others
         self.interval, self.capacity = interval, capacity
+        own_parameters = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own_parameters for parameter in self._parameters()):
+            raise ValueError(
+                "the optimizer has parameters that are not the model's, and would not be rewound: pass a module that "
+                "holds all of them"
+            )
         self._kept: list[HostCopy] = []
 
     @property
@@ -114,15 +134,15 @@ class HostCopies:
     def is_due(self, step: int) -> bool:
         return self.capacity > 0 and (not self._kept or step >= self._kept[-1].step + self.interval)
 
-    def copy_forward_state(self) -> ForwardState:
-        return ForwardState(
-            {name: self._copy(tensor) for name, tensor in self.model.named_buffers()}, read_random_states()
-        )
+    def forget_all(self) -> None:
+        """Of a timeline that is left: a checkpoint was loaded."""
+        self._kept.clear()
 
     def take_copy(self, step: int, forward: ForwardState) -> None:
         """Copy the present state, of after `step`. forward: of before the forward pass that came since."""
         kept_steps = thin_snapshots([*self.steps, step], self.capacity, self.interval)
         self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step in kept_steps]
+        forward = ForwardState({name: self._copy(t) for name, t in forward.buffers.items()}, forward.random)
         with torch.no_grad():
             weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
             moments = [
@@ -134,28 +154,32 @@ class HostCopies:
             others = {name: self._copy(other.state_dict()) for name, other in self.others.items()}
         self._kept.append(HostCopy(step, forward, weights, moments, groups, others))
 
-    def restore_forward_state(self, forward: ForwardState) -> None:
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                local_part(buffer).copy_(forward.buffers[name])
-        restore_random_states(forward.random)
-
     def restore_before(self, onset: int) -> HostCopy:
         """Restore the newest copy that no step from `onset` on has touched, and drop later ones."""
         self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step < onset]
         if not self._kept:
             raise LookupError(f"there is no copy from before step {onset}")
         kept_copy = self._kept[-1]
+        if len(kept_copy.moments) != len(self._parameters()):
+            raise RuntimeError(
+                "the optimizer has other parameters than when its state was copied: after add_param_group begin with a "
+                "new Guard"
+            )
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
                 local_part(tensor).copy_(kept_copy.weights[name])
             for parameter, moments in zip(self._parameters(), kept_copy.moments, strict=True):
                 self._restore_moments(parameter, moments)
         for group, settings in zip(self.optimizer.param_groups, kept_copy.groups, strict=True):
-            group.update(copy.deepcopy(settings))
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):  # a learning rate that a captured update reads
+                    group[key].copy_(value)
+                else:
+                    group[key] = copy.deepcopy(value)
         for name, other in self.others.items():
             other.load_state_dict(copy.deepcopy(kept_copy.others[name]))
-        self.restore_forward_state(kept_copy.forward)
+        restore_buffers(self.model, kept_copy.forward)
+        restore_random_states(kept_copy.forward.random)
         self.optimizer.zero_grad(set_to_none=True)
         return kept_copy
 
@@ -183,8 +207,8 @@ class HostCopies:
         """A copy on the CPU, of whatever a state is made of."""
         if isinstance(value, Tensor):
             return local_part(value).detach().to("cpu", copy=True)
-        if isinstance(value, Mapping):
+        if type(value) is dict:
             return {key: self._copy(inner_value) for key, inner_value in value.items()}
-        if isinstance(value, list | tuple):
+        if type(value) in (list, tuple):
             return type(value)(self._copy(inner_value) for inner_value in value)
         return copy.deepcopy(value)

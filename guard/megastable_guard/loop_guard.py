@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +32,12 @@ from torch import Tensor
 from megastable_guard.actions import Action, Cause, Decision, Signals, Verdict
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.host_copies import (
-    ForwardState,
     HostCopies,
     Stateful,
     local_part,
-    read_random_states,
+    read_forward_state,
+    restore_buffers,
+    restore_random_states,
 )
 from megastable_guard.step_judge import GuardState, StepJudge
 
@@ -41,12 +45,14 @@ from megastable_guard.step_judge import GuardState, StepJudge
 @dataclass(frozen=True)
 class StepVerdict:
     """What to do with an update. apply: make it; rewind: call `Guard.rewind` instead; neither: leave it out, with the
-    step of the scheduler. stop: nothing in memory helps: end, and go back to a checkpoint from before `onset`."""
+    step of the scheduler. stop: nothing in memory helps: end, and go back to a checkpoint from before `onset`. alert:
+    stop, or the budgets are spent: what is finite is applied, though it does harm."""
 
     step: int
     apply: bool
     rewind: bool
     stop: bool
+    alert: bool
     onset: int
     reason: str
 
@@ -88,7 +94,14 @@ class Guard:
         self.deferred: list[int] = []  # steps whose data the last rewind leaves for later
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
-        self._forward = self._copy_forward_state()
+        self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
+        model.register_forward_pre_hook(self._before_forward)
+
+    @torch.compiler.disable
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        """Before the first forward pass of a step: what the update and its hooks have done is in it."""
+        if self._awaits_forward and module.training:
+            self._forward, self._awaits_forward = read_forward_state(self.model), False
 
     def check(
         self, *, loss: float | Tensor, grad_norm: float | Tensor | None = None, weight: float = 1.0
@@ -103,23 +116,34 @@ class Guard:
         gradient_norm = self._measure_norm() if grad_norm is None else grad_norm
         mean_loss, norm_value = self._average_over_ranks(float(loss), float(gradient_norm), weight)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
-        step_signals = Signals(self.step + 1, mean_loss, norm_value, self.optimizer.param_groups[0].get("lr"))
-        judged_before = CopiedJudgement(self.judge.detector.state.model_copy(deep=True), self.updates)
+        step_signals = Signals(
+            self.step + 1, mean_loss, norm_value, float(self.optimizer.param_groups[0]["lr"])
+        )
+        is_due = self.copies is not None and self.copies.is_due(self.step)
+        judged_before = CopiedJudgement(self.judge.detector.state if is_due else None, self.updates)
         step_decision = self.judge.judge_step(step_signals, oldest_copy)
         # That the loss of this step is on its trend is what is known of the state before its update.
         is_good = step_decision.finding.verdict is Verdict.HEALTHY and step_decision.finding.on_trend
-        if self.copies and self.copies.is_due(self.step) and (is_good or not self.copies.steps):
+        if self.copies and is_due and (is_good or not self.copies.steps):
             self.copies.take_copy(self.step, self._forward)
             self._judgements[self.step] = judged_before
+            self._judgements = {step: self._judgements[step] for step in self.copies.steps}
         self.step += 1
         self.updates += step_decision.applies
-        self._forward, self._decision = self._copy_forward_state(), step_decision
+        self._awaits_forward, self._decision = True, step_decision
         step_verdict = self._answer(step_decision)
         self.applies = step_verdict.apply
         if not step_verdict.apply:
-            self._write(
-                "rewound" if step_verdict.rewind else "discarded", step_verdict, mean_loss, norm_value
-            )
+            restore_buffers(self.model, self._forward)
+            event = "rewound" if step_verdict.rewind else "discarded"
+            self._write(event, step_verdict, mean_loss, norm_value)
+        elif step_verdict.alert and self._alert != step_decision.reason:
+            self._write("alert", step_verdict, mean_loss, norm_value)
+            warnings.warn(f"megastable guard, step {self.step}: {step_decision.reason}", stacklevel=2)
+        self._alert = step_decision.reason if step_verdict.alert else ""
+        self._forward = read_forward_state(
+            self.model
+        )  # where the hook is not met: Lightning calls no `forward`
         return step_verdict
 
     def rewind(self) -> int:
@@ -139,31 +163,39 @@ class Guard:
         self.deferred = list(range(finding.onset, tripped + 1))
         return self.step
 
-    def hold_refused(self) -> None:
-        """Make the optimizer and the scheduler leave out what is refused, for loops that call both in any case."""
+    def hold_refused(self, scheduler: Any = None) -> None:
+        """Make the optimizer leave out what is refused, for loops that call it in any case; so does a `scheduler` that
+        steps with every update."""
         inner_optimizer: Any = self.copies.optimizer if self.copies else self.optimizer
-        step_optimizer = inner_optimizer.step
+        step_optimizer, guard = inner_optimizer.step, self
 
         @functools.wraps(step_optimizer)
         def step_if_applied(closure: Callable[[], Any] | None = None) -> Any:
             # In the closure the guard may be asked, as in Lightning.
             loss = closure() if closure is not None else None
-            if self.applies:
+            if guard.applies:
                 return step_optimizer() if closure is None else step_optimizer(lambda: loss)
             return loss
 
         inner_optimizer.step = step_if_applied
-        if "scheduler" in self.others:
-            held_scheduler: Any = self.others["scheduler"]
-            step_scheduler = held_scheduler.step
-            held_scheduler.step = lambda *given: step_scheduler(*given) if self.applies else None
+        if scheduler is not None:
+            kind: Any = type(scheduler)
+
+            class Held(kind):  # a class: what is set on a scheduler itself is in its state dict
+                def step(self, *given: Any, **named: Any) -> None:
+                    if guard.applies:
+                        super().step(*given, **named)
+
+            Held.__name__, Held.__qualname__ = kind.__name__, kind.__qualname__
+            scheduler.__class__ = Held
 
     def drop_update(self) -> None:
         """Leave out an update that is not to be judged: of data that a loader had fetched before the last rewind. What
         its forward pass has changed is put back."""
         self.applies = False
-        if self.copies is not None:
-            self.copies.restore_forward_state(self._forward)
+        restore_buffers(self.model, self._forward)
+        restore_random_states(self._forward.random)
+        self._awaits_forward = True
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,13 +205,9 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.updates = int(state["step"]), int(state["updates"])
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
-        self._forward = self._copy_forward_state()
-
-    def _copy_forward_state(self) -> ForwardState:
-        """Buffers only where a copy of the state may follow."""
-        if self.copies is None or not self.copies.is_due(self.step):
-            return ForwardState({}, read_random_states())
-        return self.copies.copy_forward_state()
+        self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
+        if self.copies is not None:
+            self.copies.forget_all()
 
     def _answer(self, decision: Decision) -> StepVerdict:
         """Without a copy from before the onset a finite update is applied: a loop of somebody else is not ended."""
@@ -187,23 +215,34 @@ class Guard:
         is_finite = decision.finding.verdict is not Verdict.NON_FINITE
         return StepVerdict(
             self.step, decision.applies or (wants_end and is_finite), decision.action.rewinds, wants_end,
-            decision.finding.onset, decision.reason,
+            wants_end or decision.action is Action.ALERT, decision.finding.onset, decision.reason,
         )  # fmt: skip
 
     def _average_over_ranks(self, loss: float, norm: float, weight: float) -> tuple[float, float]:
         """Mean loss by weight, and the norm, which the ranks know alike but for rounding."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return loss, norm
-        device = local_part(next(self.model.parameters())).device
-        rank_sums = torch.tensor([loss * weight, weight, norm, 1.0], dtype=torch.float64, device=device)
-        dist.all_reduce(rank_sums)
-        weighted_loss, total_weight, norm_sum, rank_count = rank_sums.tolist()
+        sums = [
+            loss * weight if weight else 0.0,
+            weight,
+            norm,
+            1.0,
+        ]  # a part without tokens may have a loss of nan
+        if dist.is_available() and dist.is_initialized():
+            device = local_part(next(self.model.parameters())).device
+            rank_sums = torch.tensor(sums, dtype=torch.float64, device=device)
+            dist.all_reduce(rank_sums)
+            sums = rank_sums.tolist()
+        weighted_loss, total_weight, norm_sum, rank_count = sums
+        if not total_weight:
+            raise ValueError("the weights of all ranks are 0: this step has no loss")
         return weighted_loss / total_weight, norm_sum / rank_count
 
     def _measure_norm(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
-        return float(total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm)
+        by_mesh = defaultdict[Any, list[Tensor]](list)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
+        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+        return math.hypot(*(float(n.full_tensor() if hasattr(n, "full_tensor") else n) for n in norms))
 
     def _write(self, event: str, verdict: StepVerdict, loss: float, norm: float) -> None:
         """A line of the journal, by the first rank."""
@@ -212,7 +251,8 @@ class Guard:
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         journal_line = {
             "time": round(time.time(), 3), "event": event, "step": verdict.step, "onset": verdict.onset,
-            "reason": verdict.reason, "loss": loss, "grad_norm": norm,
+            "reason": verdict.reason,
+            "loss": loss if math.isfinite(loss) else str(loss), "grad_norm": norm if math.isfinite(norm) else str(norm),
         }  # fmt: skip
         with self.journal.open("a") as file:
             file.write(json.dumps(journal_line) + "\n")

@@ -50,6 +50,8 @@ class SkippableSampler(Sampler[int]):
     ) -> None:  # fmt: skip
         self.size, self.batch, self.seed, self.shuffle, self.after = size, batch * ranks, seed, shuffle, after
         self.rank, self.ranks = rank, ranks
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks} ranks")
         self.length = size if updates is None else updates * self.batch
         self._place, self._starts = Place(), {0: Place()}
         self._skipped: set[int] = set()  # indices
@@ -63,19 +65,19 @@ class SkippableSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """From where the stream stands. Samples that an earlier iterator has fetched are not yielded again."""
+        if self._place.read + self.ranks > self.length:
+            raise RuntimeError(f"all {self.length:,} samples are read: give the length of the run (updates=)")
         self._filler = 0
-        while self._place.read < self.length:
+        while self._place.read + self.ranks <= self.length:
             while self._filler:
                 self._filler -= 1
                 yield self._index_at(self._place.position)
-            offset = self._place.read % self.batch
-            index = self._take()
+            indices = [self._take() for _ in range(self.ranks)]
             step, rest = divmod(self._place.read, self.batch)
             if rest == 0:
                 self._starts[step] = self._place
                 self._starts.pop(step - REMEMBERED, None)
-            if offset % self.ranks == self.rank:
-                yield index
+            yield indices[self.rank]
 
     def indices_of(self, step: int) -> list[int]:
         """The samples of the update after `step` others, in their order. Raises LookupError for one long past."""
@@ -91,7 +93,8 @@ class SkippableSampler(Sampler[int]):
             step: updates that stay done.
             trained: updates whose samples the loop has taken from the loader so far.
             skip: indices of bad samples, which are never read again.
-            defer: steps whose samples are read later instead.
+            defer: steps whose samples are read later instead; those of them that were deferred before came with trouble
+                twice, and are skipped.
 
         Returns:
             Updates that the present iterator of a loader still yields before those of the new order, as it had fetched
@@ -107,10 +110,10 @@ class SkippableSampler(Sampler[int]):
         self._skipped.update(int(index) for index in skip)
         self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
         self._place = start
-        again = [self._deferred[number][0] for number in sorted(late)]
+        self._skipped.update(self._deferred[number][0] for number in late)
         self._deferred = [kept for number, kept in enumerate(self._deferred) if number not in late]
-        for index in [*(self._index_at(position) for position in sorted(positions - self._left_out)), *again]:
-            self._deferred.append((index, start.read + self.after))
+        for position in sorted(positions - self._left_out):
+            self._deferred.append((self._index_at(position), start.read + self.after))
         self._left_out |= positions
         self._filler = -fetched % self.batch // self.ranks
         return -(-fetched // self.batch)
@@ -118,16 +121,17 @@ class SkippableSampler(Sampler[int]):
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """For a checkpoint after `step` updates; None: after all that were yielded."""
         place = self._place if step is None else self._start_of(step)
+        order = [self.size, self.seed, self.shuffle, self.batch]
         return {
             "place": list(place), "skipped": sorted(self._skipped), "left_out": sorted(self._left_out),
-            "deferred": [list(pair) for pair in self._deferred], "order": [self.size, self.seed, self.shuffle],
+            "deferred": [list(pair) for pair in self._deferred], "order": order,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is of another dataset or seed."""
-        if list(state["order"]) != (order := [self.size, self.seed, self.shuffle]):
+        if list(state["order"]) != (order := [self.size, self.seed, self.shuffle, self.batch]):
             raise ValueError(
-                f"the checkpoint's sampler has [size, seed, shuffle] {state['order']}, this one {order}"
+                f"the checkpoint's sampler has [size, seed, shuffle, batch] {state['order']}, this one {order}"
             )
         self._place = Place(*state["place"])
         self._starts = {self._place.read // self.batch: self._place}
@@ -137,7 +141,8 @@ class SkippableSampler(Sampler[int]):
     def _take(self) -> int:
         """The next sample."""
         position, late, read = self._place
-        if late < len(self._deferred) and self._deferred[late][1] <= read:
+        pending = len(self._deferred) - late
+        if pending > 0 and (self._deferred[late][1] <= read or read + pending >= self.length):
             index = self._deferred[late][0]
             self._place = Place(position, late + 1, read + 1)
             return index

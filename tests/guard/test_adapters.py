@@ -76,7 +76,7 @@ def train_transformers(
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS + 2, **shape))
     options = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": sampler.batch // BATCH,
-        "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
+        "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_steps": 60, "logging_strategy": "no",
         "use_cpu": True, "bf16": False,
     }  # fmt: skip
     texts = [write_text(index, bad) for index in range(SIZE)]
@@ -139,7 +139,7 @@ def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool
     trainer = lightning.Trainer(
         max_steps=2 * STEPS if guarded else STEPS,
         accumulate_grad_batches=sampler.batch // BATCH, gradient_clip_val=1.0,
-        callbacks=[callback, Stop()] if callback else [], logger=False, enable_checkpointing=False, accelerator="cpu",
+        callbacks=[callback, Stop()] if callback else [], logger=False, default_root_dir=folder, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(Sums(bad), batch_size=BATCH, sampler=sampler))

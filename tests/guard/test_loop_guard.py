@@ -3,6 +3,7 @@ never saw the data; plain, with DDP and with FSDP2 on two ranks."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,10 +70,10 @@ class Loop:
             loss.backward()
             step += 1
             if self.guard is not None:
-                before = self.read_state()
+                before = self.read_state(buffers=False)  # those go back to before the forward pass
                 verdict = self.guard.check(loss=loss.detach())
                 if not verdict.apply:
-                    assert same(before, self.read_state())
+                    assert same(before, self.read_state(buffers=False))
                     (self.rewound if verdict.rewind else self.refused).append(step)
                 if verdict.rewind:
                     step = self.guard.rewind()
@@ -84,9 +85,9 @@ class Loop:
             self.scheduler.step()
         return self
 
-    def read_state(self) -> list[Any]:
+    def read_state(self, buffers: bool = True) -> list[Any]:
         """This rank's weights, buffers, moments, schedule and random state."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else [])]
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         schedule = [self.scheduler.last_epoch, self.optimizer.param_groups[0]["lr"]]
         return [
@@ -183,12 +184,15 @@ def test_rewind_without_a_verdict_is_refused() -> None:
 def test_hold_refused_stops_optimizer_and_scheduler_of_a_loop_that_calls_them_anyway() -> None:
     loop = Loop(True).train(60)
     assert loop.guard
-    loop.guard.hold_refused()
+    loop.guard.hold_refused(loop.scheduler)
     before = loop.read_state()
     verdict = loop.guard.check(loss=1e6, grad_norm=1e6)
     loop.optimizer.step()
     loop.scheduler.step()
     assert not verdict.apply and same(before, loop.read_state())
+    torch.save(
+        [loop.optimizer.state_dict(), loop.scheduler.state_dict()], io.BytesIO()
+    )  # as every trainer does
 
 
 def test_find_inner_optimizer_looks_into_wrappers() -> None:
@@ -200,3 +204,47 @@ def test_find_inner_optimizer_looks_into_wrappers() -> None:
     assert find_inner_optimizer(Wrapper(Wrapper(inner))) is inner
     with pytest.raises(TypeError, match="object is not an optimizer of torch and wraps none"):
         find_inner_optimizer(object())
+
+
+def test_a_refused_update_leaves_no_trace_in_the_buffers() -> None:
+    loop = Loop(True).train(60)
+    assert loop.guard
+    before, weight = [buffer.clone() for buffer in loop.model.buffers()], loop.model[0].weight  # type: ignore[index]
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        loss = loop.model(loop.read_batch(61, {})[0]).sum()
+        weight.copy_(kept)
+    assert any(buffer.isnan().any() for buffer in loop.model.buffers())
+    assert not loop.guard.check(loss=loss, grad_norm=1.0).apply
+    assert same(before, list(loop.model.buffers()))
+
+
+def test_guard_alerts_where_nothing_in_memory_helps(tmp_path: Path) -> None:
+    """What is finite is applied then, with a warning and a line of the journal, once."""
+    loop = Loop(True, run_dir=tmp_path, keep=0).train(80)
+    assert loop.guard
+    with pytest.warns(UserWarning, match="megastable guard, step 8"):
+        verdicts = [loop.guard.check(loss=9.0, grad_norm=50.0) for _ in range(8)]
+    assert verdicts[-1].apply and any(verdict.alert for verdict in verdicts)
+    events = [json.loads(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert "alert" in events
+
+
+def test_load_state_dict_forgets_the_copies_of_another_timeline() -> None:
+    loop = Loop(True).train(60)
+    assert loop.guard and loop.guard.copies and loop.guard.copies.steps
+    loop.guard.load_state_dict(loop.guard.state_dict())
+    assert not loop.guard.copies.steps
+
+
+def test_guard_refuses_what_it_could_not_rewind() -> None:
+    loop = Loop(False)
+    extra = nn.Parameter(torch.zeros(3))
+    loop.optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        Guard(loop.model, loop.optimizer)
+    loop = Loop(True)
+    assert loop.guard
+    with pytest.raises(ValueError, match="the weights of all ranks are 0"):
+        loop.guard._average_over_ranks(1.0, 1.0, 0.0)

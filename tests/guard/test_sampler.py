@@ -92,6 +92,6 @@ def test_seek_and_load_refuse_what_is_not_theirs() -> None:
     with pytest.raises(LookupError, match="the beginning of step 3 is not remembered"):
         sampler.seek(3, 3)
     with pytest.raises(
-        ValueError, match=r"\[size, seed, shuffle\] \[10, 0, True\], this one \[11, 0, True\]"
+        ValueError, match=r"\[size, seed, shuffle, batch\] \[10, 0, True, 2\], this one \[11, 0, True, 2\]"
     ):
         SkippableSampler(11, 2).load_state_dict(sampler.state_dict())

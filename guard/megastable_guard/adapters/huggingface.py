@@ -38,8 +38,12 @@ class GuardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
+        if state.global_step or self.trainer.accelerator.scaler is not None:
+            raise RuntimeError(
+                "GuardCallback covers neither fp16 nor a resumed training yet: use bf16, or begin again"
+            )
         self.guard = Guard(given["model"], given["optimizer"], given["lr_scheduler"], **self.options)
-        self.guard.hold_refused()
+        self.guard.hold_refused(given["lr_scheduler"])
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any

@@ -25,9 +25,13 @@ class GuardCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (optimizer,) = trainer.optimizers
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.guard = Guard(pl_module, optimizer, *schedulers[:1], **self.options)
-        self.guard.hold_refused()
+        if trainer.global_step or getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise RuntimeError(
+                "GuardCallback covers neither fp16 nor a resumed training yet: use bf16, or begin again"
+            )
+        schedules = {config.interval: config.scheduler for config in trainer.lr_scheduler_configs}
+        self.guard = Guard(pl_module, optimizer, *[*schedules.values()][:1], **self.options)
+        self.guard.hold_refused(schedules.get("step"))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         self.loss, self.micro_batches = self.loss + loss.detach(), self.micro_batches + 1
