@@ -36,7 +36,7 @@ class ForwardState:
 
 
 @dataclass(frozen=True)
-class HostCopy:
+class StateCopy:
     """The state after `step` updates were offered to the guard. weights: parameters by name. moments: of every
     parameter of the optimizer, in the order of its groups; groups: their settings. others: state dicts."""
 
@@ -124,7 +124,7 @@ class HostCopies:
                 "the optimizer has parameters that are not the model's, and would not be rewound: pass a module that "
                 "holds all of them"
             )
-        self._kept: list[HostCopy] = []
+        self._kept: list[StateCopy] = []
 
     @property
     def steps(self) -> list[int]:
@@ -152,9 +152,9 @@ class HostCopies:
                 {k: self._copy(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
             ]
             others = {name: self._copy(other.state_dict()) for name, other in self.others.items()}
-        self._kept.append(HostCopy(step, forward, weights, moments, groups, others))
+        self._kept.append(StateCopy(step, forward, weights, moments, groups, others))
 
-    def restore_before(self, onset: int) -> HostCopy:
+    def restore_before(self, onset: int) -> StateCopy:
         """Restore the newest copy that no step from `onset` on has touched, and drop later ones."""
         self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step < onset]
         if not self._kept:

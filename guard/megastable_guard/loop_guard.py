@@ -181,13 +181,13 @@ class Guard:
         if scheduler is not None:
             kind: Any = type(scheduler)
 
-            class Held(kind):  # a class: what is set on a scheduler itself is in its state dict
+            class HeldScheduler(kind):  # a class: what is set on a scheduler itself is in its state dict
                 def step(self, *given: Any, **named: Any) -> None:
                     if guard.applies:
                         super().step(*given, **named)
 
-            Held.__name__, Held.__qualname__ = kind.__name__, kind.__qualname__
-            scheduler.__class__ = Held
+            HeldScheduler.__name__, HeldScheduler.__qualname__ = kind.__name__, kind.__qualname__
+            scheduler.__class__ = HeldScheduler
 
     def drop_update(self) -> None:
         """Leave out an update that is not to be judged: of data that a loader had fetched before the last rewind. What

@@ -104,7 +104,7 @@ def train_trl(sampler: SkippableSampler, bad: Sequence[int], guarded: bool, fold
 
 def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool, folder: Path) -> Trained:
     lightning = pytest.importorskip("lightning")
-    from megastable_guard.adapters.lightning import GuardCallback
+    from megastable_guard.adapters.lightning import LightningGuard
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -135,7 +135,7 @@ def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool
 
     torch.manual_seed(0)
     module = Module()
-    callback = GuardCallback(sampler, interval=20, run_dir=folder) if guarded else None
+    callback = LightningGuard(sampler, interval=20, run_dir=folder) if guarded else None
     trainer = lightning.Trainer(
         max_steps=2 * STEPS if guarded else STEPS,
         accumulate_grad_batches=sampler.batch // BATCH, gradient_clip_val=1.0,

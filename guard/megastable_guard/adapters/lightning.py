@@ -1,6 +1,6 @@
 """The guard in Lightning's Trainer.
 
-    trainer = lightning.Trainer(callbacks=[GuardCallback(sampler=sampler)], use_distributed_sampler=False)
+    trainer = lightning.Trainer(callbacks=[LightningGuard(sampler=sampler)], use_distributed_sampler=False)
 
 The module returns its loss from `training_step`, as usual. Lightning clips behind the hook that this uses.
 """
@@ -16,7 +16,7 @@ from megastable_guard.loop_guard import Guard
 from megastable_guard.sampler import SkippableSampler
 
 
-class GuardCallback(Callback):
+class LightningGuard(Callback):
     """sampler: of the training's loader, if the data can go back; options: of `Guard`."""
 
     def __init__(self, sampler: SkippableSampler | None = None, **options: Any) -> None:
@@ -27,7 +27,7 @@ class GuardCallback(Callback):
         (optimizer,) = trainer.optimizers
         if trainer.global_step or getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise RuntimeError(
-                "GuardCallback covers neither fp16 nor a resumed training yet: use bf16, or begin again"
+                "LightningGuard covers neither fp16 nor a resumed training yet: use bf16, or begin again"
             )
         schedules = {config.interval: config.scheduler for config in trainer.lr_scheduler_configs}
         self.guard = Guard(pl_module, optimizer, *[*schedules.values()][:1], **self.options)
