@@ -7,20 +7,19 @@ optimizer is one of torch, or wraps one that it names `optimizer`, as Accelerate
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from megastable_guard.random_states import read_random_states, restore_random_states
 from megastable_guard.step_judge import thin_snapshots
 
 
 class Stateful(Protocol):
-    """What else belongs to the state: a scheduler, a sampler, a scaler."""
+    """What else belongs to the state, such as a scheduler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -46,23 +45,6 @@ class StateCopy:
     moments: list[dict[str, Any]]
     groups: list[dict[str, Any]]
     others: dict[str, dict[str, Any]]
-
-
-def read_random_states() -> dict[str, Any]:
-    """The states of the generators of Python, numpy and torch, on the CPU and on this process's device."""
-    device_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {
-        "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
-        "device": device_state,
-    }  # fmt: skip
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["device"] is not None:
-        torch.cuda.set_rng_state(states["device"])
 
 
 def find_inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -134,7 +116,7 @@ class HostCopies:
     def is_due(self, step: int) -> bool:
         return self.capacity > 0 and (not self._kept or step >= self._kept[-1].step + self.interval)
 
-    def forget_all(self) -> None:
+    def forget_copies(self) -> None:
         """Of a timeline that is left: a checkpoint was loaded."""
         self._kept.clear()
 
@@ -145,11 +127,10 @@ class HostCopies:
         forward = ForwardState({name: self._copy(t) for name, t in forward.buffers.items()}, forward.random)
         with torch.no_grad():
             weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
-            moments = [
-                self._copy(self.optimizer.state.get(parameter, {})) for parameter in self._parameters()
-            ]
+            moments = [self._copy(self.optimizer.state.get(p, {})) for p in self._parameters()]
             groups = [
-                {k: self._copy(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+                {key: self._copy(value) for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
             ]
             others = {name: self._copy(other.state_dict()) for name, other in self.others.items()}
         self._kept.append(StateCopy(step, forward, weights, moments, groups, others))

@@ -30,15 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable_guard.actions import Action, Cause, Decision, Signals, Verdict
+from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
-from megastable_guard.host_copies import (
-    HostCopies,
-    Stateful,
-    local_part,
-    read_forward_state,
-    restore_buffers,
-    restore_random_states,
-)
+from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
+from megastable_guard.random_states import restore_random_states
 from megastable_guard.step_judge import GuardState, StepJudge
 
 
@@ -61,7 +56,7 @@ class StepVerdict:
 class CopiedJudgement:
     """What belongs to a copy: the detector, and how many updates were applied."""
 
-    detector: Any
+    detector: DetectorState
     updates: int
 
 
@@ -71,7 +66,7 @@ class Guard:
     Args:
         model, optimizer: of this rank; plain, DDP or FSDP2. The optimizer may be wrapped.
         scheduler: its state is rewound, too.
-        others: what else is to be rewound, by name: a scaler, a sampler that is not sought by hand.
+        others: what else is to be rewound, by name.
         config: thresholds and budgets.
         interval, keep: steps from one copy in host memory to the next, and how many; keep=0: nothing is rewound.
         run_dir: for the journal; None: none is written.
@@ -95,6 +90,7 @@ class Guard:
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
+        self._sees_forward = False  # not in Lightning, which calls no `forward`
         model.register_forward_pre_hook(self._before_forward)
 
     @torch.compiler.disable
@@ -102,6 +98,7 @@ class Guard:
         """Before the first forward pass of a step: what the update and its hooks have done is in it."""
         if self._awaits_forward and module.training:
             self._forward, self._awaits_forward = read_forward_state(self.model), False
+            self._sees_forward = True
 
     def check(
         self, *, loss: float | Tensor, grad_norm: float | Tensor | None = None, weight: float = 1.0
@@ -113,37 +110,39 @@ class Guard:
             grad_norm: L2 norm of the gradient of the whole batch before clipping; None: it is measured here.
             weight: of this rank's part in the mean, such as its number of tokens.
         """
+        if self._awaits_forward and self._sees_forward:  # there was none in this step
+            self._forward = read_forward_state(self.model)
         gradient_norm = self._measure_norm() if grad_norm is None else grad_norm
         mean_loss, norm_value = self._average_over_ranks(float(loss), float(gradient_norm), weight)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         step_signals = Signals(
             self.step + 1, mean_loss, norm_value, float(self.optimizer.param_groups[0]["lr"])
         )
-        is_due = self.copies is not None and self.copies.is_due(self.step)
-        judged_before = CopiedJudgement(self.judge.detector.state if is_due else None, self.updates)
+        judged_before = None
+        if self.copies is not None and self.copies.is_due(self.step):
+            judged_before = CopiedJudgement(self.judge.detector.state, self.updates)
         step_decision = self.judge.judge_step(step_signals, oldest_copy)
         # That the loss of this step is on its trend is what is known of the state before its update.
         is_good = step_decision.finding.verdict is Verdict.HEALTHY and step_decision.finding.on_trend
-        if self.copies and is_due and (is_good or not self.copies.steps):
+        if self.copies and judged_before and (is_good or not self.copies.steps):
             self.copies.take_copy(self.step, self._forward)
             self._judgements[self.step] = judged_before
             self._judgements = {step: self._judgements[step] for step in self.copies.steps}
         self.step += 1
-        self.updates += step_decision.applies
-        self._awaits_forward, self._decision = True, step_decision
-        step_verdict = self._answer(step_decision)
+        self._decision, step_verdict = step_decision, self._make_verdict(step_decision)
+        self.updates += step_verdict.apply
         self.applies = step_verdict.apply
         if not step_verdict.apply:
             restore_buffers(self.model, self._forward)
             event = "rewound" if step_verdict.rewind else "discarded"
-            self._write(event, step_verdict, mean_loss, norm_value)
+            self._write_event(event, step_verdict, mean_loss, norm_value)
         elif step_verdict.alert and self._alert != step_decision.reason:
-            self._write("alert", step_verdict, mean_loss, norm_value)
+            self._write_event("alert", step_verdict, mean_loss, norm_value)
             warnings.warn(f"megastable guard, step {self.step}: {step_decision.reason}", stacklevel=2)
         self._alert = step_decision.reason if step_verdict.alert else ""
-        self._forward = read_forward_state(
-            self.model
-        )  # where the hook is not met: Lightning calls no `forward`
+        if not self._sees_forward:  # the next step begins as this one ends
+            self._forward = read_forward_state(self.model)
+        self._awaits_forward = True
         return step_verdict
 
     def rewind(self) -> int:
@@ -207,9 +206,9 @@ class Guard:
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
         if self.copies is not None:
-            self.copies.forget_all()
+            self.copies.forget_copies()
 
-    def _answer(self, decision: Decision) -> StepVerdict:
+    def _make_verdict(self, decision: Decision) -> StepVerdict:
         """Without a copy from before the onset a finite update is applied: a loop of somebody else is not ended."""
         wants_end = decision.action in (Action.HANDOVER, Action.RESTART, Action.STOP)
         is_finite = decision.finding.verdict is not Verdict.NON_FINITE
@@ -220,12 +219,8 @@ class Guard:
 
     def _average_over_ranks(self, loss: float, norm: float, weight: float) -> tuple[float, float]:
         """Mean loss by weight, and the norm, which the ranks know alike but for rounding."""
-        sums = [
-            loss * weight if weight else 0.0,
-            weight,
-            norm,
-            1.0,
-        ]  # a part without tokens may have a loss of nan
+        # A part without tokens may have a loss of nan.
+        sums = [loss * weight if weight else 0.0, weight, norm, 1.0]
         if dist.is_available() and dist.is_initialized():
             device = local_part(next(self.model.parameters())).device
             rank_sums = torch.tensor(sums, dtype=torch.float64, device=device)
@@ -244,7 +239,7 @@ class Guard:
         norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
         return math.hypot(*(float(n.full_tensor() if hasattr(n, "full_tensor") else n) for n in norms))
 
-    def _write(self, event: str, verdict: StepVerdict, loss: float, norm: float) -> None:
+    def _write_event(self, event: str, verdict: StepVerdict, loss: float, norm: float) -> None:
         """A line of the journal, by the first rank."""
         if self.journal is None or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             return

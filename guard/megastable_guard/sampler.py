@@ -79,13 +79,6 @@ class SkippableSampler(Sampler[int]):
                 self._starts.pop(step - REMEMBERED, None)
             yield indices[self.rank]
 
-    def indices_of(self, step: int) -> list[int]:
-        """The samples of the update after `step` others, in their order. Raises LookupError for one long past."""
-        before, self._place = self._place, self._start_of(step)
-        indices = [self._take() for _ in range(self.batch)]
-        self._place = before
-        return indices
-
     def seek(self, step: int, trained: int, *, skip: Sequence[int] = (), defer: Sequence[int] = ()) -> int:
         """Go on behind `step` updates, in another order.
 
@@ -111,6 +104,10 @@ class SkippableSampler(Sampler[int]):
         self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
         self._place = start
         self._skipped.update(self._deferred[number][0] for number in late)
+        if len(self._skipped) >= self.size:
+            raise ValueError(
+                f"all {self.size:,} samples of the dataset are skipped: nothing is left to train on"
+            )
         self._deferred = [kept for number, kept in enumerate(self._deferred) if number not in late]
         for position in sorted(positions - self._left_out):
             self._deferred.append((self._index_at(position), start.read + self.after))

@@ -1,5 +1,5 @@
-"""What makes a step repeat bit for bit: torch's deterministic kernels (`run.deterministic`), the random states of a
-process, and numbers that are scattered alike on any device.
+"""What makes a step repeat bit for bit: torch's deterministic kernels (`run.deterministic`), and numbers that are
+scattered alike on any device.
 
 By default some kernels sum in an arbitrary order: the gradients of cuDNN and memory-efficient attention, atomic adds,
 NCCL's in-switch reductions. The guarantee holds for the same GPUs, versions and layout only, and it costs speed:
@@ -12,10 +12,7 @@ result depends on every bit of the input, and different inputs have different re
 from __future__ import annotations
 
 import os
-import random
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,29 +59,6 @@ def switch_determinism(on: bool) -> None:
     torch.backends.cudnn.benchmark = False
     # It would fill every new tensor with NaN first. Nothing here reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = not on  # type: ignore[attr-defined]
-
-
-def rng_state() -> dict[str, Any]:
-    """The random states of Python, numpy, torch and the GPUs, in types that `torch.load(weights_only=True)` reads."""
-    version, python_internal, python_gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": (version, list(python_internal), python_gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned."""
-    version, python_internal, python_gauss = state["python"]
-    random.setstate((version, tuple(python_internal), python_gauss))
-    numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
-    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # the step between inputs: odd, and far from any regular pattern

@@ -29,7 +29,6 @@ from torch import Tensor
 from megastable.base import durable, free_memory
 from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.errors import CheckpointError
-from megastable.base.reproducible import rng_state
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey
@@ -46,6 +45,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.training import CheckpointConfig
 from megastable.engine.flatstate import KINDS, FlatState
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
+from megastable_guard.random_states import read_random_states
 
 if TYPE_CHECKING:  # it would load DeepSpeed
     from megastable.engine.engine import Engine
@@ -290,7 +290,7 @@ class Saver:
         else:
             copied_tensors, self._spare = CopiedTensors(optimizer_state), {}
         temporary_path = self.folder / f"{SAVING}{store.name_of(state.step)}"
-        new_save = self._job = _Save(state, temporary_path, copied_tensors, rng_state(), begin_time)
+        new_save = self._job = _Save(state, temporary_path, copied_tensors, read_random_states(), begin_time)
         new_save.writing = self._thread.submit(self._write, new_save, self._engine.flat_state())
         new_save.blocked = time.perf_counter() - begin_time
 

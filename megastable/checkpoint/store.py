@@ -27,12 +27,12 @@ from megastable import __version__
 from megastable.base import durable
 from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.errors import CheckpointError
-from megastable.base.reproducible import set_rng_state
 from megastable.base.text import make_visible
 from megastable.checkpoint.files import FORMAT, FileRecord, hash_file
 from megastable.checkpoint.vitals import Vitals
 from megastable.config.model import ModelConfig
 from megastable.run import directory
+from megastable_guard.random_states import restore_random_states
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
@@ -263,7 +263,7 @@ def restore_rng(checkpoint: Path) -> None:
     if not rng_path.exists():
         return
     try:
-        set_rng_state(torch.load(rng_path, map_location="cpu", weights_only=True))
+        restore_random_states(torch.load(rng_path, map_location="cpu", weights_only=True))
     except Exception as error:  # a malformed file makes torch raise anything
         raise CheckpointError(f"{rng_path}: no random states ({type(error).__name__})") from None
 

@@ -21,7 +21,6 @@ from megastable.base import free_memory
 from megastable.base.collectives import gather_objects, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.base.fingerprint import Marks
-from megastable.base.reproducible import rng_state
 from megastable.checkpoint import snapshot_budget, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring, Snapshot
@@ -33,6 +32,7 @@ from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import AlertEvent, NoSnapshots, SnapshotRejected
 from megastable_guard.actions import Action, Cause, Decision
 from megastable_guard.detector import DetectorState
+from megastable_guard.random_states import read_random_states
 from megastable_guard.step_judge import StepJudge
 
 Floats = npt.NDArray[np.float64]
@@ -88,7 +88,9 @@ class Points:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            rewind_state = RewindState(light, rng_state(), detector, watches, self.engine.adjustments.now)
+            rewind_state = RewindState(
+                light, read_random_states(), detector, watches, self.engine.adjustments.now
+            )
             self.ring.take_snapshot(state.step, rewind_state, counters, self.marks())
 
     @property

@@ -13,7 +13,6 @@ from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.attribution.trials import HarmTrial, TrialVerdict, is_clear, is_harmless
-from megastable.base.reproducible import set_rng_state
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.engine import locators
@@ -31,6 +30,7 @@ from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, V
 from megastable_guard.damage import TensorJump, TensorNorms
 from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
+from megastable_guard.random_states import restore_random_states
 from megastable_guard.robust import Trend
 from megastable_guard.step_judge import StepJudge
 
@@ -538,7 +538,7 @@ class Rewinding:
             warmup = RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup)
             self.log.emit_event(warmup, say=True)
         self.watches.note_rewind(back.step, kept_state.watches)
-        set_rng_state(kept_state.random)
+        restore_random_states(kept_state.random)
         self.parts.loader.go_to(back.cursor, self.parts.select_unskipped())
         self.points.forget_after(snapshot.step)
         spent_seconds, lost = time.perf_counter() - begin, state.step - back.step

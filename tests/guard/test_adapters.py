@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from megastable_guard import Guard, SkippableSampler
+from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.slow
 SIZE, BATCH, STEPS, FIRST, WORDS = 6000, 8, 150, 100, 64
@@ -48,7 +49,12 @@ Trained = tuple[list[Tensor], Guard | None]
 
 
 def train_transformers(
-    sampler: SkippableSampler, bad: Sequence[int], guarded: bool, folder: Path, trl: bool = False
+    sampler: SkippableSampler,
+    bad: Sequence[int],
+    guarded: bool,
+    folder: Path,
+    trl: bool = False,
+    ranks: int = 1,
 ) -> Trained:
     """By transformers' Trainer, or by TRL's SFTTrainer; as many micro-batches as the sampler's batch says."""
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
@@ -75,7 +81,8 @@ def train_transformers(
     }
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS + 2, **shape))
     options = {
-        "max_steps": STEPS, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": sampler.batch // BATCH,
+        "max_steps": STEPS, "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": sampler.batch // BATCH // ranks,
         "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_steps": 60, "logging_strategy": "no",
         "use_cpu": True, "bf16": False,
     }  # fmt: skip
@@ -163,3 +170,22 @@ def test_a_trainer_rewinds_to_the_bits_of_a_run_that_never_saw_the_data(
     assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
     lines = [json.loads(line) for line in (tmp_path / "guarded/journal.jsonl").read_text().splitlines()]
     assert [(line["event"], line["step"]) for line in lines] == [("discarded", FIRST), ("rewound", FIRST + 1)]
+
+
+def train_under_ddp(bad: Sequence[int], guarded: bool, folder: Path) -> list[Tensor]:
+    """By transformers' Trainer on this rank of two. The sampler yields the samples of both, as every rank reads all."""
+    sampler = SkippableSampler(SIZE, 2 * BATCH, seed=1, updates=2 * STEPS, after=10**6)
+    sampler.seek(0, 0, skip=() if guarded else bad)
+    return [w.detach().clone() for w in train_transformers(sampler, bad, guarded, folder, ranks=2)[0]]
+
+
+def test_a_trainer_rewinds_under_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    order = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))
+    bad = order[(FIRST - 1) * 2 * BATCH : (FIRST + 1) * 2 * BATCH]
+    guarded, plain = (
+        run_ranks(2, train_under_ddp, bad, is_guarded, tmp_path) for is_guarded in (True, False)
+    )
+    for one, other in zip([*guarded, guarded[0]], [*plain, guarded[1]], strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2  # of the first rank alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from megastable_guard import SkippableSampler
 from megastable_guard.host_copies import find_inner_optimizer, local_part
 from megastable_guard.loop_guard import Guard
 from tests.distributed import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZE, BATCH, STEPS = 64, 32, 160
 BURST = {100: 8.0, 101: 8.0}  # factors of the loss of steps with random targets
 
@@ -130,9 +134,9 @@ def test_guard_rewinds_to_the_bits_of_a_run_that_never_saw_the_data() -> None:
     assert go_back() == (True, [100], [101])
 
 
-@pytest.mark.parametrize("wrap", [as_ddp, as_fsdp])
-def test_guard_rewinds_on_two_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    assert run_ranks(2, go_back, wrap) == [(True, [100], [101])] * 2
+@pytest.mark.parametrize(("wrap", "ranks"), [(as_ddp, 3), (as_fsdp, 2)])
+def test_guard_rewinds_on_several_ranks(wrap: Callable[[nn.Module], nn.Module], ranks: int) -> None:
+    assert run_ranks(ranks, go_back, wrap) == [(True, [100], [101])] * ranks
 
 
 def test_guard_refuses_a_single_batch_and_goes_on(tmp_path: Path) -> None:
@@ -248,3 +252,61 @@ def test_guard_refuses_what_it_could_not_rewind() -> None:
     assert loop.guard
     with pytest.raises(ValueError, match="the weights of all ranks are 0"):
         loop.guard._average_over_ranks(1.0, 1.0, 0.0)
+
+
+class Sums(nn.Module):
+    """The model of the README's loop: returns its loss. Samples are [inputs, target, weight of the loss]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Embedding(SIZE, 16),
+            nn.Flatten(),
+            nn.Linear(32, 32),
+            nn.Dropout(0.1),
+            nn.GELU(),
+            nn.Linear(32, SIZE),
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(self.net(batch[:, :2]), batch[:, 2], reduction="none")
+        return (losses * batch[:, 3]).mean()
+
+
+def run_readme(
+    folder: Path, bad: Sequence[int], skipped: Sequence[int]
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The loop of guard/README.md as it is written. skipped: samples that its sampler leaves out from the beginning."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "guard/README.md").read_text(), re.S)
+    draw = torch.Generator().manual_seed(3)
+    samples = torch.randint(0, SIZE, (20_000, 2), generator=draw)
+    samples = torch.cat(
+        [samples, samples.sum(1, keepdim=True) % SIZE, torch.ones(20_000, 1, dtype=torch.long)], 1
+    )
+    samples[list(bad), 2] = torch.randint(0, SIZE, (len(bad),), generator=draw)
+    samples[list(bad), 3] = 9
+    torch.manual_seed(1)
+    model = Sums()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+    names: dict[str, Any] = {
+        "torch": torch, "DataLoader": DataLoader, "dataset": samples, "model": model, "optimizer": optimizer,
+        "scheduler": scheduler, "steps": 150,
+    }  # fmt: skip
+    after_sampler = "\nsampler.seek(0, trained=0, skip=skipped)\n# With"
+    # A longer stream, at whose end deferred samples would be read.
+    code = code.replace("runs/mine", str(folder)).replace("updates=steps", "updates=300")
+    code = code.replace("\n# With", after_sampler)
+    exec(code, names | {"skipped": skipped})
+    lines = (folder / "journal.jsonl").read_text().splitlines() if folder.exists() else []
+    return list(model.parameters()), [json.loads(line) for line in lines]
+
+
+def test_the_loop_of_the_readme_ends_as_one_that_never_saw_the_data(tmp_path: Path) -> None:
+    """With a loader, dropout and clipping."""
+    order = list(SkippableSampler(20_000, 64))
+    bad = order[99 * 64 : 101 * 64]
+    weights, lines = run_readme(tmp_path / "one", bad, [])
+    expected, no_lines = run_readme(tmp_path / "other", bad, bad)
+    assert [(line["event"], line["step"]) for line in lines] == [("discarded", 100), ("rewound", 101)]
+    assert not no_lines and same(weights, expected)

@@ -19,7 +19,6 @@ from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.attribution.scores import CROWD
 from megastable.attribution.trials import CorpusTrial, HarmTrial, RemedyTrial, TrialVerdict
-from megastable.base.reproducible import rng_state
 from megastable.checkpoint import markers, origin, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring
@@ -39,6 +38,7 @@ from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import DetectorConfig, PolicyConfig
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import Taken
+from megastable_guard.random_states import read_random_states
 from tests.checkpoint.states import state_of
 from tests.guard.traces import seen
 from tests.journal import KeptLog
@@ -66,7 +66,7 @@ def shell(policy: Policy) -> Any:
     saved = snapshot.extra.state
     saved.updates = saved.step = snapshot.step = 30
     saved.model_copy.return_value = saved
-    snapshot.extra.random = rng_state()
+    snapshot.extra.random = read_random_states()
     return rewinding
 
 

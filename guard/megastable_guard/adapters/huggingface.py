@@ -38,9 +38,13 @@ class GuardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        if state.global_step or self.trainer.accelerator.scaler is not None:
+        trainer = self.trainer
+        is_sharded = (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        )  # whose update is out of reach, or untried
+        if state.global_step or trainer.accelerator.scaler is not None or is_sharded:
             raise RuntimeError(
-                "GuardCallback covers neither fp16 nor a resumed training yet: use bf16, or begin again"
+                "GuardCallback does not cover fp16, DeepSpeed, FSDP or a resumed training: use bf16 and DDP"
             )
         self.guard = Guard(given["model"], given["optimizer"], given["lr_scheduler"], **self.options)
         self.guard.hold_refused(given["lr_scheduler"])

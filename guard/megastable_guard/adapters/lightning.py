@@ -21,25 +21,25 @@ class LightningGuard(Callback):
 
     def __init__(self, sampler: SkippableSampler | None = None, **options: Any) -> None:
         self.sampler, self.options = sampler, options
-        self.loss, self.micro_batches, self.stale = 0.0, 0, 0
+        self.loss, self.stale = 0.0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        (optimizer,) = trainer.optimizers
-        if trainer.global_step or getattr(trainer.precision_plugin, "scaler", None) is not None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if trainer.global_step or scaler is not None or len(trainer.optimizers) != 1:
             raise RuntimeError(
-                "LightningGuard covers neither fp16 nor a resumed training yet: use bf16, or begin again"
+                "LightningGuard does not cover fp16, several optimizers or a resumed training: use bf16"
             )
         schedules = {config.interval: config.scheduler for config in trainer.lr_scheduler_configs}
-        self.guard = Guard(pl_module, optimizer, *[*schedules.values()][:1], **self.options)
+        self.guard = Guard(pl_module, trainer.optimizers[0], *[*schedules.values()][:1], **self.options)
         self.guard.hold_refused(schedules.get("step"))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        self.loss, self.micro_batches = self.loss + loss.detach(), self.micro_batches + 1
+        self.loss = self.loss + loss.detach()  # of a micro-batch, divided by their number already
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        loss, self.loss, self.micro_batches = self.loss, 0.0, 0  # each is divided by their number already
+        loss, self.loss = self.loss, 0.0
         if self.stale:
             self.stale -= 1
             return self.guard.drop_update()
