@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megastable.config.tree import RunConfig
-from megastable.parallel.layout import Layout
 from tests import reference
 from tests.distributed import run_ranks
-from tests.parallel.test_layouts import QWEN2, batches, config, mine, plain
-from tests.patience import PATIENCE
+from tests.engine.engines import build_engine, take_batch
+from tests.parallel.test_layouts import QWEN2, batches, config, plain
 
 THRESHOLD = 1.45
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -32,26 +31,17 @@ def recipe(attention: str, **options: Any) -> RunConfig:
     return RunConfig.model_validate(made | {"optimizer": {"qk_clip": THRESHOLD}, "kernels": kernels})
 
 
-def watched(world: int) -> dict[str, list[torch.Tensor]]:
+def watched() -> dict[str, list[torch.Tensor]]:
     """By case the largest logits of: a step, an accepted one, and one more; with an evaluation of other data before the
     last. The learning rate is too small to matter."""
-    import torch.distributed as dist
-
-    from megastable.config import deepspeed_json
-    from megastable.engine.engine import Engine
-    from megastable.parallel.topology import Topology
-
     found = {}
     for name, (options, attention) in CASES.items():
         options = dict(options)
         apart = options.pop("apart", False)
         c = recipe(attention, **options)
-        p = c.parallel
-        layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
-        topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-        engine = Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology)
+        engine = build_engine(c)
         assert engine.kernels.attention == attention
-        first, second, *_ = (mine(batch, topology, c.train.micro_batch) for batch in batches(apart))
+        first, second, *_ = (take_batch(engine, batch) for batch in batches(apart))
         engine.train_step(second, 1e-12, lambda _: False)  # refused: must not be remembered
         logits = []
         for _ in range(2):
@@ -64,7 +54,7 @@ def watched(world: int) -> dict[str, list[torch.Tensor]]:
 
 @cache
 def ran() -> list[dict[str, list[torch.Tensor]]]:
-    return run_ranks(2, watched, 2)
+    return run_ranks(2, watched)
 
 
 @pytest.mark.slow

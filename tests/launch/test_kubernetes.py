@@ -68,3 +68,11 @@ def test_manifest_fails_the_job_where_starting_again_changes_nothing() -> None:
     assert disruption["action"] == "Ignore"
     # What a podFailurePolicy needs of the rest.
     assert (POD["restartPolicy"], JOB["podReplacementPolicy"]) == ("Never", "Failed")
+
+
+def test_manifest_asks_for_no_more_rights_than_it_needs() -> None:
+    assert POD["automountServiceAccountToken"] is False
+    assert POD["securityContext"]["runAsNonRoot"] is True
+    assert CONTAINER["securityContext"]["allowPrivilegeEscalation"] is False
+    assert CONTAINER["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(POD)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -128,6 +128,7 @@ def test_live_ends_with_the_run(tmp_path: Path) -> None:
     assert status.state is State.FINISHED and "finished" in capture.get()
 
 
+@example([1.0, math.nan, 2.0, -math.inf], 30)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=50), st.integers(1, 30))
 def test_sparkline_has_a_bar_for_every_value_or_as_many_as_fit(values: list[float], width: int) -> None:
     line = sparkline(values, width)
