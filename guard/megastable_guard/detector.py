@@ -432,7 +432,8 @@ class Detector:
         if norm_line is not None:
             newest_norms = s.norm.raw[-min(steps, _SLOW) :]
             norm_heat = [
-                min((x - norm_line.level) / norm_line.scale, c.joint_norm_clip) for x in newest_norms
+                min((newest_norm - norm_line.level) / norm_line.scale, c.joint_norm_clip)
+                for newest_norm in newest_norms
             ]
             if sum(norm_heat) / len(norm_heat) >= c.heat * (1.5 if is_expected else 1.0):
                 return True
@@ -470,7 +471,7 @@ class Detector:
         if sum(before != after for before, after in pairwise(side_order)) < 2:
             return False
         mean_value = sum(newest_losses) / len(newest_losses)
-        squared_sum = sum((x - mean_value) ** 2 for x in newest_losses)
+        squared_sum = sum((newest_loss - mean_value) ** 2 for newest_loss in newest_losses)
         return (
             abs(sum((a - mean_value) * (b - mean_value) for a, b in pairwise(newest_losses)))
             > squared_sum / 2

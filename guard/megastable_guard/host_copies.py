@@ -129,10 +129,10 @@ class HostCopies:
             weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
             moments = [self._copy(self.optimizer.state.get(p, {})) for p in self._parameters()]
             groups = [
-                {key: self._copy(value) for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
+                {key: self._copy(value) for key, value in param_group.items() if key != "params"}
+                for param_group in self.optimizer.param_groups
             ]
-            others = {name: self._copy(other.state_dict()) for name, other in self.others.items()}
+            others = {other_name: self._copy(other.state_dict()) for other_name, other in self.others.items()}
         self._kept.append(StateCopy(step, forward, weights, moments, groups, others))
 
     def restore_before(self, onset: int) -> StateCopy:
@@ -152,11 +152,11 @@ class HostCopies:
             for parameter, moments in zip(self._parameters(), kept_copy.moments, strict=True):
                 self._restore_moments(parameter, moments)
         for group, settings in zip(self.optimizer.param_groups, kept_copy.groups, strict=True):
-            for key, value in settings.items():
-                if isinstance(group.get(key), Tensor):  # a learning rate that a captured update reads
-                    group[key].copy_(value)
+            for setting_key, setting_value in settings.items():
+                if isinstance(group.get(setting_key), Tensor):  # a learning rate that a captured update reads
+                    group[setting_key].copy_(setting_value)
                 else:
-                    group[key] = copy.deepcopy(value)
+                    group[setting_key] = copy.deepcopy(setting_value)
         for name, other in self.others.items():
             other.load_state_dict(copy.deepcopy(kept_copy.others[name]))
         restore_buffers(self.model, kept_copy.forward)
@@ -172,14 +172,14 @@ class HostCopies:
         state = self.optimizer.state[parameter]
         for key in [key for key in state if key not in moments]:
             del state[key]
-        for key, value in moments.items():
+        for key, moment_value in moments.items():
             present = state.get(key)
-            if isinstance(value, Tensor) and isinstance(present, Tensor):
-                local_part(present).copy_(value)
-            elif isinstance(value, Tensor):
+            if isinstance(moment_value, Tensor) and isinstance(present, Tensor):
+                local_part(present).copy_(moment_value)
+            elif isinstance(moment_value, Tensor):
                 raise LookupError(f"the optimizer's state has no {key!r} any more")
             else:
-                state[key] = copy.deepcopy(value)
+                state[key] = copy.deepcopy(moment_value)
 
     def _parameters(self) -> Sequence[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -116,7 +116,9 @@ def blame_samples(
         together: gradient norm of a batch of the bad samples, relative to an ordinary one's.
     """
     ordered_suspects, bad_positions = _worst_first(suspects), set(bad)
-    worst_suspect = next(suspect for suspect in ordered_suspects if suspect.position in bad_positions)
+    worst_suspect = next(
+        ordered_suspect for ordered_suspect in ordered_suspects if ordered_suspect.position in bad_positions
+    )
     deviation_text = f"{worst_suspect.z:.0f} robust deviations above {compared_with} harmless ones"
     worst_text = f"the worst has a loss of {worst_suspect.loss:.2f} ({deviation_text})"
     count_text = f"{len(bad)} of {len(suspects)} samples are bad"

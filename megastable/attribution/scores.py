@@ -128,7 +128,7 @@ class UsualLosses:
         chosen_usuals = (
             own for corpus, own in self.of.items() if corpora is None or (corpora == corpus).any()
         )
-        return max((own.error for own in chosen_usuals), default=0.0)
+        return max((chosen_usual.error for chosen_usual in chosen_usuals), default=0.0)
 
 
 def shared_shift(z: Floats, bad: Bools) -> float:
@@ -398,7 +398,7 @@ class Scale:
         own_baselines = [
             usual for corpus_index, usual in self.usual.items() if (corpora == corpus_index).any()
         ]
-        all_badness = np.concatenate([np.empty(0), *(usual.badness for usual in own_baselines)])
+        all_badness = np.concatenate([np.empty(0), *(own_baseline.badness for own_baseline in own_baselines)])
         return all_badness, max((usual.amplified for usual in own_baselines), default=0.0)
 
 

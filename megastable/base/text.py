@@ -46,7 +46,7 @@ def describe_deferral(
 ) -> str:
     """The fate of samples skipped or deferred without being bad; "" if there are none. Ranges [first, end);
     step: about when they are read again."""
-    count, fate_texts = sum(end - first for first, end in deferred), list[str]()
+    count, fate_texts = sum(range_end - range_first for range_first, range_end in deferred), list[str]()
     if count:
         return_text = f"; read again from position {min(returns)[0]:,}" if returns else ""
         return_text += f" (about step {step:,})" if returns and step is not None else ""

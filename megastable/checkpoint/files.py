@@ -272,7 +272,7 @@ def _entry(told: Any, offset: int) -> TensorEntry:
     all_numbers = [begin_byte, end_byte, *shape]
     if (
         not isinstance(dtype_name, str)
-        or any(type(n) is not int or not 0 <= n < 2**62 for n in all_numbers)
+        or any(type(all_number) is not int or not 0 <= all_number < 2**62 for all_number in all_numbers)
         or end_byte < begin_byte
     ):
         raise ValueError

@@ -106,7 +106,7 @@ class Complete:
 
     def hosts_with(self, name: str) -> Sequence[int]:
         """The hosts that hold a file."""
-        return next(self.hosts[rank] for rank, part in self.parts.items() if name in part.files)
+        return next(self.hosts[part_rank] for part_rank, part in self.parts.items() if name in part.files)
 
 
 def newest_complete(
@@ -131,13 +131,13 @@ def _assembled(key: PointKey, held: Sequence[Sequence[HeldPart]]) -> Complete | 
     parts_by_rank: dict[int, HeldPart] = {}
     hosts_by_rank: dict[int, list[int]] = {}
     for host, host_parts in enumerate(held):
-        for part in host_parts:
-            if part.key != key:
+        for host_part in host_parts:
+            if host_part.key != key:
                 continue
-            if parts_by_rank.setdefault(part.rank, part) != part:
-                return f"two copies of rank {part.rank}'s part differ"
-            if host not in hosts_by_rank.setdefault(part.rank, []):
-                hosts_by_rank[part.rank].append(host)
+            if parts_by_rank.setdefault(host_part.rank, host_part) != host_part:
+                return f"two copies of rank {host_part.rank}'s part differ"
+            if host not in hosts_by_rank.setdefault(host_part.rank, []):
+                hosts_by_rank[host_part.rank].append(host)
     world_sizes = {part.world for part in parts_by_rank.values()}
     if len(world_sizes) > 1:
         return f"its parts are of {' and of '.join(map(str, sorted(world_sizes)))} ranks"

@@ -167,8 +167,8 @@ def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
     bounds = cut_into_stages([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
     held = describe_parameters(run.model)
     return [
-        {name: d for name, d in held.items() if first <= d.layer < end}
-        for first, end in itertools.pairwise(bounds)
+        {name: d for name, d in held.items() if range_first <= d.layer < range_end}
+        for range_first, range_end in itertools.pairwise(bounds)
     ]
 
 

@@ -86,14 +86,20 @@ def load_plain(
     in fp32. Raises CheckpointError for a checkpoint that is missing, damaged or of another model, ConfigError for an
     unreadable recipe.
     """
-    path = find_checkpoint(checkpoint)
-    run = run_of(path)
+    checkpoint_path = find_checkpoint(checkpoint)
+    run = run_of(checkpoint_path)
     if dtype is None:
         dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
     gpt = without_weights(run.model, torch.device(device))
-    _fill(gpt, run.model, path, dtype, torch.device(device))
-    set_updates(gpt, run.model, store.read_state(path).updates)
-    model = PlainModel(gpt, run, path, store.read_contents(path).step, hash_file(path / store.MANIFEST).xxh3)
+    _fill(gpt, run.model, checkpoint_path, dtype, torch.device(device))
+    set_updates(gpt, run.model, store.read_state(checkpoint_path).updates)
+    model = PlainModel(
+        gpt,
+        run,
+        checkpoint_path,
+        store.read_contents(checkpoint_path).step,
+        hash_file(checkpoint_path / store.MANIFEST).xxh3,
+    )
     return model.eval()
 
 
@@ -108,11 +114,15 @@ def find_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
     path = recipe.find_recipe(path)
     if path.name == store.LATEST:
-        name = store.read_latest(path.parent)
-        if not name or not (path.parent / name).is_dir() or "/" in name:
-            problem = f"names {name!r}, which is not there" if name else "cannot be read: name a checkpoint"
+        latest_name = store.read_latest(path.parent)
+        if not latest_name or not (path.parent / latest_name).is_dir() or "/" in latest_name:
+            problem = (
+                f"names {latest_name!r}, which is not there"
+                if latest_name
+                else "cannot be read: name a checkpoint"
+            )
             raise CheckpointError(f"{path} {problem}{store.describe_others(path.parent)}")
-        return _verified(path.parent / name)
+        return _verified(path.parent / latest_name)
     if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such checkpoint{store.describe_others(path.parent)}")

@@ -120,7 +120,7 @@ def delete_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> list
         log.warning("no old checkpoint is deleted: %s", error)
         return []
     # The target of `latest` stays, even if that file could not be updated.
-    names = [store.name_of(step) for step in deleted_steps]
+    names = [store.name_of(deleted_step) for deleted_step in deleted_steps]
     # Read each time: a person's roll-back may move it meanwhile.
     hidden = [name for name in names if name != read_latest(folder) and _hide(folder, name)]
     if not hidden:
@@ -364,7 +364,7 @@ class Saver:
         demands = gather_objects(free_memory.measure_demand(source.values(), state_bytes, is_pinned))
         for host in dict.fromkeys(demand.host for demand in demands):
             host_demands = [demand for demand in demands if demand.host == host]
-            needed = sum(demand.snapshot for demand in host_demands)
+            needed = sum(host_demand.snapshot for host_demand in host_demands)
             free_bytes = min(demand.free for demand in host_demands)
             if free_bytes < SPARE * needed:
                 self._note = (

@@ -173,7 +173,7 @@ def finite_mean(losses: Sequence[float]) -> float | None:
     """The mean of the finite losses; None if there is none."""
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     # A plain sum of large ones could overflow.
-    return sum(loss / len(finite_losses) for loss in finite_losses) if finite_losses else None
+    return sum(finite_loss / len(finite_losses) for finite_loss in finite_losses) if finite_losses else None
 
 
 def name_of(step: int) -> str:

@@ -207,7 +207,7 @@ def fallen_behind(
     if not finite_means or not losses:
         return ""
     step_means = [fmean(losses[i : i + batch]) for i in range(0, len(losses), batch)]
-    level = median([x if math.isfinite(x) else math.inf for x in step_means])
+    level = median([step_mean if math.isfinite(step_mean) else math.inf for step_mean in step_means])
     usual_loss = median(finite_means)
     # Between neighbours: a fast fall of the loss does not count as scatter.
     loss_scatter = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(finite_means)] or [0.0])

@@ -137,7 +137,7 @@ class Agent:
         a = self.attempt
         return {
             "attempt": None if a is None else a.number, "code": None if a is None else a.code,
-            "fates": {} if a is None else {rank: [f.code, f.signal] for rank, f in a.fates.items()},
+            "fates": {} if a is None else {fate_rank: [f.code, f.signal] for fate_rank, f in a.fates.items()},
             "running": self.running, "problem": self.problem, "ended": self.ended, "port": self.port,
             "stop": self.stop,
         }  # fmt: skip

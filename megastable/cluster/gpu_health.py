@@ -32,8 +32,10 @@ NO_DRIVER = "NVML Shared Library Not Found"  # of NVML: a host without GPUs
 
 def read_gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
     """(GPUs in the driver's order, None), or (None, why they are unknown)."""
-    found = ask_module("the GPUs' driver", "megastable.cluster.gpu_health", seconds=SECONDS)
-    return (None, found) if isinstance(found, str) else (found["gpus"], found["why"])
+    found_module = ask_module("the GPUs' driver", "megastable.cluster.gpu_health", seconds=SECONDS)
+    return (
+        (None, found_module) if isinstance(found_module, str) else (found_module["gpus"], found_module["why"])
+    )
 
 
 def ask_driver() -> dict[str, Any]:
@@ -69,7 +71,7 @@ def read_gpu(index: int, errors: dict[str, list[int]] | None) -> dict[str, Any]:
     milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
     # Its newer name is unknown to drivers before 535.
     throttle_bits = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-    throttled = [text for bit, text in REASONS.items() if (throttle_bits or 0) & bit]
+    throttled = [reason_text for bit, reason_text in REASONS.items() if (throttle_bits or 0) & bit]
     uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
         "index": index, "name": pynvml.nvmlDeviceGetName(handle), "driver": pynvml.nvmlSystemGetDriverVersion(),

@@ -166,17 +166,26 @@ def look_at_folder(folder: Path) -> dict[str, Any]:
 
 def run_host_bench() -> dict[str, Any]:
     """What host_bench measures, or why there is nothing."""
-    found = ask_module("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
-    if isinstance(found, str):
-        return {"matmul": None, "matmul_unknown": found, "all_reduce": None, "all_reduce_unknown": found}
-    return found
+    found_module = ask_module("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
+    if isinstance(found_module, str):
+        return {
+            "matmul": None,
+            "matmul_unknown": found_module,
+            "all_reduce": None,
+            "all_reduce_unknown": found_module,
+        }
+    return found_module
 
 
 def run_burn_in(seconds: float, seed: int) -> dict[str, Any]:
     """What the burn-in found, or why there is nothing."""
     words = ("--seconds", str(seconds), "--seed", str(seed))
-    found = ask_module("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
-    return {"burn_in": None, "burn_in_unknown": found} if isinstance(found, str) else {"burn_in": found}
+    found_module = ask_module("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
+    return (
+        {"burn_in": None, "burn_in_unknown": found_module}
+        if isinstance(found_module, str)
+        else {"burn_in": found_module}
+    )
 
 
 def main() -> None:

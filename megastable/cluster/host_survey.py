@@ -99,7 +99,7 @@ def _token(folder: Path) -> Iterator[tuple[str | None, str]]:
 def find_existing_folder(path: Path) -> Path:
     """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
     parent_folders = [path.absolute(), *path.absolute().parents]
-    probe = TimedProbe(lambda: [folder.is_dir() for folder in parent_folders].index(True), LOOK)
+    probe = TimedProbe(lambda: [parent_folder.is_dir() for parent_folder in parent_folders].index(True), LOOK)
     index, probe_failure = probe.read_answer()
     if probe_failure is not None:
         raise ConfigError(f"{path}: {probe_failure}: its file system hangs or fails")

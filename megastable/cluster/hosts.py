@@ -351,16 +351,18 @@ class RemoteAttempt:
     def read_kernel_views(self) -> dict[int, KernelView]:
         kernel_views: dict[int, KernelView] = {}
         asked_agents = self._list_agents()
-        for agent in asked_agents:
-            agent.inbox.clear()
-            self.hosts.store.send_to_agent(agent.name, {"states": True})
+        for asked_agent in asked_agents:
+            asked_agent.inbox.clear()
+            self.hosts.store.send_to_agent(asked_agent.name, {"states": True})
         end_time = time.monotonic() + SEEN
         while time.monotonic() < end_time and not all(agent.inbox for agent in asked_agents):
             time.sleep(0.05)
-        for agent in asked_agents:
-            for message in list(agent.inbox):
+        for asked_agent in asked_agents:
+            for message in list(asked_agent.inbox):
                 for rank, state_text in message.get("states", {}).items():
-                    kernel_views[int(rank)] = KernelView(agent.name, f"{agent.name}: {state_text}")
+                    kernel_views[int(rank)] = KernelView(
+                        asked_agent.name, f"{asked_agent.name}: {state_text}"
+                    )
         return kernel_views
 
 

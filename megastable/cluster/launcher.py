@@ -422,7 +422,7 @@ def _without_hostfile(args: Any, environment: Mapping[str, str]) -> dict[str, tu
     slots: tuple[int, ...] = ()
     if not (args.include or args.exclude or args.num_gpus > 0):
         visible_devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if all(device.strip().isdecimal() for device in visible_devices):
+        if all(visible_device.strip().isdecimal() for visible_device in visible_devices):
             slots = tuple(sorted({int(device) for device in visible_devices}))
     return {LOCAL: slots}
 
@@ -450,7 +450,7 @@ def filter_hosts(
             filtered_slots[host_name] = slots or host_slots
         elif slots and not host_slots:
             raise ConfigError(f"{option}: the slots of {shown_name} are unknown: use --include")
-        elif slots and (slots_left := tuple(slot for slot in host_slots if slot not in slots)):
+        elif slots and (slots_left := tuple(host_slot for host_slot in host_slots if host_slot not in slots)):
             filtered_slots[host_name] = slots_left
         else:
             del filtered_slots[host_name]

@@ -183,7 +183,7 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
             on_cpu = "where there is none, training runs on the CPU; DS_ACCELERATOR=cpu says that it is meant"
             yield "gpus", "warn", f"{no_gpu}: {on_cpu}"
         return
-    if missing_slots := [slot for slot in wanted_slots if slot >= len(host_gpus)]:
+    if missing_slots := [wanted_slot for wanted_slot in wanted_slots if wanted_slot >= len(host_gpus)]:
         finding_told = (
             f"has {count_noun(len(host_gpus), 'GPU')}, and slot {missing_slots[0]} is asked for: correct slots= in the "
             "hostfile, or find the GPU that is gone (nvidia-smi)"

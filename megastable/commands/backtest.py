@@ -68,7 +68,7 @@ def backtest(
                 progress(EVERY)
     if not as_json:
         _show(source, judged_steps)
-    put_json([asdict(step) for step in judged_steps], as_json, output)
+    put_json([asdict(judged_step) for judged_step in judged_steps], as_json, output)
     if plot is not None:
         from megastable.report.traces import backtest_plot
 
@@ -81,8 +81,8 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
     from megastable.config.recipe import override_key
 
     if source.is_dir():
-        config = recipe.load_recipe(source / "recipe.yaml", overrides)
-        return config.stability, config.precision.fp8 is not None
+        recipe_config = recipe.load_recipe(source / "recipe.yaml", overrides)
+        return recipe_config.stability, recipe_config.precision.fp8 is not None
     config_tree: dict[str, Any] = {}
     for assignment in overrides:
         override_key(config_tree, assignment)
@@ -135,7 +135,7 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
         console.print(episode_table)
     counts = Counter[Action](step.action for step in judged)
     shown_actions = [action for action in Action if counts[action] and action is not Action.APPLY]
-    action_texts = [f"{counts[action]} {action.value}" for action in shown_actions]
+    action_texts = [f"{counts[shown_action]} {shown_action.value}" for shown_action in shown_actions]
     if resets := sum(step.reset for step in judged):
         action_texts.append(f"{resets} reset of the baseline")
     acted = ", ".join(action_texts)

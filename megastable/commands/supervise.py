@@ -56,16 +56,18 @@ def supervise(
     host_choice = choose_hosts(launcher_arguments, os.environ)
     if not host_choice.by_themselves:
         check_alone(os.environ)
-    config = recipes.load_recipe(recipe, overrides or [])
+    recipe_config = recipes.load_recipe(recipe, overrides or [])
     if host_choice.node > 0:
-        raise typer.Exit(agent.attend_host(config.run.dir, host_choice.hosts[host_choice.node].name))
-    hooks.check_hooks(config.supervise)  # before anything is created
-    store_address = choose_interface(config.supervise.interface, host_choice)
-    run = directory.make_directory(config, recipes.find_recipe(recipe))
-    run_config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})})
+        raise typer.Exit(agent.attend_host(recipe_config.run.dir, host_choice.hosts[host_choice.node].name))
+    hooks.check_hooks(recipe_config.supervise)  # before anything is created
+    store_address = choose_interface(recipe_config.supervise.interface, host_choice)
+    run = directory.make_directory(recipe_config, recipes.find_recipe(recipe))
+    run_config = recipe_config.model_copy(
+        update={"run": recipe_config.run.model_copy(update={"dir": run.root})}
+    )
     start_reason = ask_reason(run_config, reason)
-    notifiers = Notifiers(config, run)
-    for exposed_text in config.supervise.exposed:
+    notifiers = Notifiers(recipe_config, run)
+    for exposed_text in recipe_config.supervise.exposed:
         notifiers.print_line(f"WARNING: {exposed_text}")
     training_command = TrainingCommand(recipe, overrides or [], launcher_arguments, module)
     placed_training = replace(training_command, given=host_choice.given)  # without what says where
@@ -75,9 +77,13 @@ def supervise(
             if not host_choice.hosts:
                 return Here(run, placed_training)
             hosts, reach, shares = host_choice.hosts, host_choice.reach, not host_choice.by_themselves
-            return Hosts(run, store, hosts, reach, config.supervise.host_silence, shares, placed_training)
+            return Hosts(
+                run, store, hosts, reach, recipe_config.supervise.host_silence, shares, placed_training
+            )
 
-        supervisor = Supervisor(config, run, notifiers, training_command, fleet, store_address, start_reason)
+        supervisor = Supervisor(
+            recipe_config, run, notifiers, training_command, fleet, store_address, start_reason
+        )
         raise typer.Exit(supervisor.supervise_run())
     finally:
         notifiers.close()

@@ -206,13 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
-        config = load_recipe(args.recipe, args.overrides)
-        replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+        recipe_config = load_recipe(args.recipe, args.overrides)
+        replica = (
+            recipe_config.parallel.tensor * recipe_config.parallel.pipeline * recipe_config.parallel.context
+        )
         world = replica if args.world is None else args.world
-        ds = deepspeed_json.build_deepspeed_json(config, world)
-        epochs, odd = ("", []) if args.no_data else _check_corpora(config)
-        warnings = [*config.supervise.exposed, *lint_recipe(config), *odd]
-        tree = config.model_dump(mode="json")
+        ds = deepspeed_json.build_deepspeed_json(recipe_config, world)
+        epochs, odd = ("", []) if args.no_data else _check_corpora(recipe_config)
+        warnings = [*recipe_config.supervise.exposed, *lint_recipe(recipe_config), *odd]
+        tree = recipe_config.model_dump(mode="json")
         if args.json:
             print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:

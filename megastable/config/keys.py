@@ -136,7 +136,7 @@ def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return bound_words[0]
     inner_kinds = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return _either([write_in_one_line(choice) for choice in inner_kinds])
+        return _either([write_in_one_line(inner_kind) for inner_kind in inner_kinds])
     if NoneType in inner_kinds:
         (other_kind,) = (k for k in inner_kinds if k is not NoneType)
         return f"{in_words(other_kind)} or null"

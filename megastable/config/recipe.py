@@ -159,7 +159,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     *parents, _ = location
     sibling_keys = {key.name: key for key in keys_of(".".join(parents), section_at(parents))}
     near_names = difflib.get_close_matches(name, sibling_keys, n=1)
-    near_keys = [sibling_keys[n] for n in near_names] or _elsewhere(name)
+    near_keys = [sibling_keys[near_name] for near_name in near_names] or _elsewhere(name)
     if not near_keys:
         yield f"{path}: unknown key; known here: {', '.join(sibling_keys)}"
         return

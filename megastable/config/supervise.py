@@ -43,7 +43,11 @@ def find_passwords(key: str, text: str) -> list[tuple[int, int]]:
         password_spans = [(0, len(text))] if whole_match is None else _of(whole_match)
     else:
         password_spans = [span for address_match in COMMAND.finditer(text) for span in _of(address_match)]
-    return [(begin, end) for begin, end in password_spans if _written_out(text[begin:end])]
+    return [
+        (range_begin, range_end)
+        for range_begin, range_end in password_spans
+        if _written_out(text[range_begin:range_end])
+    ]
 
 
 def _of(found: re.Match[str]) -> list[tuple[int, int]]:
@@ -61,8 +65,8 @@ def _written_out(text: str) -> bool:
 
 def redact_value(key: str, text: str) -> str:
     """`text`, the value of `key`, with passwords redacted."""
-    for begin, end in reversed(find_passwords(key, text)):
-        text = text[:begin] + REDACTED + text[end:]
+    for range_begin, range_end in reversed(find_passwords(key, text)):
+        text = text[:range_begin] + REDACTED + text[range_end:]
     return text
 
 

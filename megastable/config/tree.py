@@ -107,7 +107,9 @@ class EvalConfig(Section):
         command_words = shlex.split(self.command or "")
         values = {"model": str(model), "results": str(results), "step": str(step), "device": self.device}
         for place_name, place_value in values.items():
-            command_words = [word.replace(f"{{{place_name}}}", place_value) for word in command_words]
+            command_words = [
+                command_word.replace(f"{{{place_name}}}", place_value) for command_word in command_words
+            ]
         return [os.path.expanduser(command_words[0]), *command_words[1:]]
 
 

@@ -146,7 +146,10 @@ def moved_skips(
         positions = numbers_of(Skips.from_ranges(chosen_ranges).ranges)
         new_positions = old.moved_to(new, positions)
         new_ranges = ranges_of(new_positions[~known_skips.mask_skipped(new_positions)])
-        moved_entries += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
+        moved_entries += [
+            SkipEntry(first=range_first, end=range_end, reason=reason)
+            for range_first, range_end in new_ranges
+        ]
     return moved_entries
 
 

@@ -120,8 +120,8 @@ def open_sets(
     or before. Raises ConfigError for sets of one name or of text that is trained on, DataError for damaged ones."""
     streams = dict[str, Stream]()
     for given_set in given:
-        path = find_recipe(given_set.path)
-        manifest, name = manifests[path], given_set.name or manifests[path].name
+        recipe_path = find_recipe(given_set.path)
+        manifest, name = manifests[recipe_path], given_set.name or manifests[recipe_path].name
         if name in streams:
             raise ConfigError(
                 f"data.validation: two sets are named {name!r}: list a folder once, or give one of them another name"
@@ -131,10 +131,12 @@ def open_sets(
             kept_segments = [segment for segments in manifest.splits.values() for segment in segments]
         elif not kept_segments:
             raise ConfigError(
-                f"data.validation: the run trains on all of {path}: name another folder, or prepare that one with "
-                "--validation"
+                f"data.validation: the run trains on all of {recipe_path}: name another folder, or prepare that one "
+                "with --validation"
             )
-        streams[name] = Stream(path, manifest.model_copy(update={"splits": {SPLIT: kept_segments}}), SPLIT)
+        streams[name] = Stream(
+            recipe_path, manifest.model_copy(update={"splits": {SPLIT: kept_segments}}), SPLIT
+        )
     ordered_corpora = [OrderedCorpus(n, s.tokens, 1.0, s.manifest.fingerprint()) for n, s in streams.items()]
     try:
         order = Order(ordered_corpora, sequence_length, seed)
@@ -146,7 +148,7 @@ def open_sets(
 def samples_in_turn(order: Order, count: int) -> CorpusSamples:
     """The first `count` samples of every set, or all that a smaller one has: one of each, then the next of each. So the
     first samples of all are some of each set."""
-    counts = [min(count, size) for size in order.sequences]
+    counts = [min(count, sequence_size) for sequence_size in order.sequences]
     sample_numbers = np.concatenate([np.arange(n) for n in counts])
     set_indexes = np.repeat(np.arange(len(counts)), counts)
     positions = np.concatenate([order.positions_at(index, np.arange(n)) for index, n in enumerate(counts)])
@@ -176,8 +178,11 @@ def corpus_samples(blend: Order, computed: int, alone: Order, count: int) -> Cor
 
 
 def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
-    found = order.locate_samples(positions)
-    return [(order.corpora[c].name, s) for c, s in zip(found.corpus, found.sequence.tolist(), strict=True)]
+    found_samples = order.locate_samples(positions)
+    return [
+        (order.corpora[c].name, s)
+        for c, s in zip(found_samples.corpus, found_samples.sequence.tolist(), strict=True)
+    ]
 
 
 def open_share(share: Share) -> tuple[Path, Manifest]:
@@ -312,7 +317,7 @@ def open_corpora(
         manifest_by_folder = {set_path: Manifest.load_manifest(set_path) for set_path in set_paths}
         for set_path, manifest in manifest_by_folder.items():
             _check_tokenizer("data.validation", set_path, manifest.tokenizer, given[0].path, tokenizer)
-        trained = {share.fingerprint for share in known_shares}
+        trained = {known_share.fingerprint for known_share in known_shares}
         held_out = open_sets(validation, manifest_by_folder, trained, sequence_length, seed, tokenizer.eod)
     else:
         held_out = open_held_out(here, out, weights_by_blend, sequence_length, seed, tokenizer.eod)

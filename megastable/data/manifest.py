@@ -60,9 +60,9 @@ class TokenizerInfo(BaseModel):
         # Without a bos token the key is omitted, so that the fingerprints of older corpora stay valid.
         serialized_fields: dict[str, Any] = given(self)
         return {
-            field_key: value
-            for field_key, value in serialized_fields.items()
-            if field_key != "bos" or value is not None
+            field_key: field_value
+            for field_key, field_value in serialized_fields.items()
+            if field_key != "bos" or field_value is not None
         }
 
 

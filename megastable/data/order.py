@@ -181,10 +181,10 @@ class Order:
             slots, moved_samples = self.moved_slots(corpus).T
             is_within = (first_slot <= slots) & (slots < last_slot)
             epoch_numbers |= set((moved_samples[is_within] // size).tolist())
-        for epoch in sorted(epoch_numbers):
-            epoch_keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
+        for epoch_number in sorted(epoch_numbers):
+            epoch_keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch_number))
             numbers_in_epoch = unpermute_values(wanted, np.full(wanted.size, size), epoch_keys)
-            samples_by_epoch.append(epoch * size + numbers_in_epoch)
+            samples_by_epoch.append(epoch_number * size + numbers_in_epoch)
         slots = self._slots_of(corpus, np.concatenate(samples_by_epoch))
         return np.sort(self.positions_at(corpus, slots[(first_slot <= slots) & (slots < last_slot)]))
 
@@ -412,7 +412,9 @@ def _walk(
     """Reduce a bijection of pairs of numbers below ceil(sqrt(size)) to one of [0, size) by cycle walking."""
     size, walked_values = sizes.astype(np.uint64), values.astype(np.uint64)
     unique_sizes, size_indexes = np.unique(size, return_inverse=True)
-    square_roots = [math.isqrt(int(one) - 1) + 1 for one in unique_sizes]  # exact, unlike a float's root
+    square_roots = [
+        math.isqrt(int(unique_size) - 1) + 1 for unique_size in unique_sizes
+    ]  # exact, unlike a float's root
     side = np.array(square_roots, dtype=np.uint64)[size_indexes]
     walking_indexes = np.arange(walked_values.size)
     while walking_indexes.size:

@@ -227,7 +227,7 @@ def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
     tokenizer, text = load_tokenizer(corpus / info.file, info.eod), text[: LONGEST * count]
     check_text(text, tokenizer)
     text_tokens = tokenizer.encode(text)
-    text_ids = np.array([token for token in text_tokens if token != info.eod], dtype=np.int64)
+    text_ids = np.array([text_token for text_token in text_tokens if text_token != info.eod], dtype=np.int64)
     if not text_ids.size:
         raise DataError(f"the text has no tokens ({len(text)} characters): give one that is not empty")
     return np.resize(text_ids, count)

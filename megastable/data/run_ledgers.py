@@ -112,8 +112,8 @@ class Skipping:
         """Corpora that lines of the last read name tokens of, and how many, but that are not in `order`."""
         own_identities = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
         return {
-            token_key: of.count()
-            for token_key, of in self._excluded.tokens.items()
+            token_key: token_of.count()
+            for token_key, token_of in self._excluded.tokens.items()
             if token_key not in own_identities
         }
 

@@ -110,7 +110,7 @@ def documents_at(source: Source, positions: npt.ArrayLike) -> list[Document]:
 def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Document]]:
     """The documents of each of `positions`, in the order of its tokens. Cost and errors as for `documents_at`."""
     found_parts = parts_by_position(source, positions)
-    return {position: [part.document for part in parts] for position, parts in found_parts.items()}
+    return {part_position: [part.document for part in parts] for part_position, parts in found_parts.items()}
 
 
 def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[DocumentPart]]:

@@ -172,7 +172,9 @@ class SampleEntry(LedgerEntry):
     @field_validator("tokens")
     @classmethod
     def _forward(cls, tokens: list[list[int]]) -> list[list[int]]:
-        if wrong_range := next(((first, end) for first, end in tokens if first >= end), None):
+        if wrong_range := next(
+            ((range_first, range_end) for range_first, range_end in tokens if range_first >= range_end), None
+        ):
             raise ValueError(f"first {wrong_range[0]} is not below end {wrong_range[1]}")
         return tokens
 
@@ -198,9 +200,9 @@ def sample_entries(
         first_tokens = located_samples.first_token[located_samples.corpus == corpus_index]
         token_edges = Skips.from_edges(np.column_stack([first_tokens, first_tokens + sequence_length])).edges
         shards: dict[str, list[int]] = {}
-        for document in named_documents:
-            if document.corpus == corpus.name:
-                shards.setdefault(document.shard, []).append(document.document)
+        for named_document in named_documents:
+            if named_document.corpus == corpus.name:
+                shards.setdefault(named_document.shard, []).append(named_document.document)
         named_shards = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
         edge_parts = np.split(token_edges, range(RANGES, len(token_edges), RANGES))
         for part_number, edge_part in enumerate(edge_parts):
@@ -345,7 +347,7 @@ class Ledger:
     def swapped_ranges(self, corpus: str) -> list[tuple[Range, datetime | None]]:
         """The skipped positions of a corpus, one range per line, and since when."""
         swap_entries = (e for e in self.entries if isinstance(e, SkipEntry) and e.corpus == corpus)
-        return [((entry.first, entry.end), entry.time) for entry in swap_entries]
+        return [((swap_entry.first, swap_entry.end), swap_entry.time) for swap_entry in swap_entries]
 
 
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:

@@ -32,7 +32,9 @@ def ranges_of(numbers: npt.ArrayLike) -> list[Range]:
 
 def numbers_of(ranges: Iterable[Range]) -> Int64s:
     """The numbers of ranges [first, end), one range after another: int64."""
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in ranges)])
+    return np.concatenate(
+        [np.empty(0, np.int64), *(np.arange(range_first, range_end) for range_first, range_end in ranges)]
+    )
 
 
 class Skips:

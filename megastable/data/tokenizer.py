@@ -162,10 +162,10 @@ class Tokenizer(ABC):
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         plain_ids = [int(token) for token in ids]
-        for token in plain_ids:
-            if not 0 <= token < self.vocab_size:
+        for plain_id in plain_ids:
+            if not 0 <= plain_id < self.vocab_size:
                 raise DataError(
-                    f"the token id {token} is outside of 0..{self.vocab_size - 1}, the vocabulary of {self.file}"
+                    f"the token id {plain_id} is outside of 0..{self.vocab_size - 1}, the vocabulary of {self.file}"
                 )
         return plain_ids
 
@@ -226,7 +226,9 @@ class SentencePieceTokenizer(Tokenizer):
         piece_texts = (str(self.model.id_to_piece(token)) for token in range(self.vocab_size))
         self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, piece_texts))
         space_tokens = [self._id_of(f"<0x{space_byte:02X}>") for space_byte in SPACE.encode()]
-        self._spelled_space = np.array([token for token in space_tokens if token is not None], dtype=np.int32)
+        self._spelled_space = np.array(
+            [space_token for space_token in space_tokens if space_token is not None], dtype=np.int32
+        )
 
     def spell_token(self, id: int) -> str:
         return str(self.model.id_to_piece(id)) if id < self.vocab_size else ""
@@ -349,7 +351,7 @@ def load_tokenizer(
     elif path.is_dir():
         model_files = sorted(path.glob("*.model"))
         if len(model_files) != 1:
-            found = ", ".join(model.name for model in model_files) or "neither"
+            found = ", ".join(model_file.name for model_file in model_files) or "neither"
             raise DataError(
                 f"{path} should hold tokenizer.json or one .model file, found {found}: name the file"
             )
@@ -566,4 +568,4 @@ def _found_by_model(model: Json, ids: Collection[int]) -> list[str]:
         return spelled_pieces
     # BPE makes only what it merges; older files have "a b" for ["a", "b"].
     merged_pieces = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
-    return [piece for piece in spelled_pieces if piece in merged_pieces]
+    return [spelled_piece for spelled_piece in spelled_pieces if spelled_piece in merged_pieces]

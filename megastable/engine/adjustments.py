@@ -90,7 +90,7 @@ class LogitClipping:
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             # DeepSpeed's ZeRO 3 hands the optimizer one buffer at a time.
-            buffers = {id(p) for group in inner.param_groups for p in group["params"]}
+            buffers = {id(p) for param_group in inner.param_groups for p in param_group["params"]}
             self._clip(threshold, highest, flat, buffers)
             return result
 

@@ -214,8 +214,8 @@ class Engine:
         self.loss.entropies = self.trends.watching and not self._probing
         self.zero.begin_step()
         self.qk_clip.begin_step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr * param_group.get("lr_scale", 1.0)
 
     def _run_forward_and_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Leave the gradients of all micro-batches with DeepSpeed, whose `step` and `train_batch` do not update."""

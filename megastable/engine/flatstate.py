@@ -149,7 +149,7 @@ class FlatState:
         weight_squares, moment_squares, moment_counts = squared_sums.tolist()
         moments = zip(moment_squares, moment_counts, strict=True)
         moment_norms = [math.sqrt(square) if count else None for square, count in moments]
-        return [math.sqrt(square) for square in weight_squares], moment_norms
+        return [math.sqrt(weight_square) for weight_square in weight_squares], moment_norms
 
     @torch.no_grad()
     def measure_sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:

@@ -165,8 +165,8 @@ def watch_layers(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
     loss_function = getattr(module, loss_attribute)
     try:
         setattr(module, loss_attribute, watch.wrap_loss(loss_function))
-        for block in model_blocks:
-            block.in_halves = True
+        for model_block in model_blocks:
+            model_block.in_halves = True
         for module_name, named_part in named_modules(module):
             if isinstance(named_part, Head) and engine.kernels.loss == "chunked":
                 continue  # its output is the loss, which does its work
@@ -175,7 +175,7 @@ def watch_layers(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
         yield watch
     finally:
         setattr(module, loss_attribute, loss_function)
-        for block in model_blocks:
-            block.in_halves = False
-        for handle in hook_handles:
-            handle.remove()
+        for model_block in model_blocks:
+            model_block.in_halves = False
+        for hook_handle in hook_handles:
+            hook_handle.remove()

@@ -237,17 +237,17 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerSta
 def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The record of a parameter or block, from its (total, count, maximum) by kind."""
     row_numbers: dict[str, float] = {}
-    for kind, (total, count, highest) in cells.items():
+    for cell_kind, (total, count, highest) in cells.items():
         if not count:
             continue
-        if kind == "attention":
+        if cell_kind == "attention":
             row_numbers |= {"attention_logit": highest, "attention_entropy": total / count}
-        elif kind in SHARES:
-            row_numbers[kind] = total / count
-        elif kind == "update":
+        elif cell_kind in SHARES:
+            row_numbers[cell_kind] = total / count
+        elif cell_kind == "update":
             row_numbers["update_ratio"] = _ratio(total, cells["weight"][0])
         else:
-            row_numbers |= {f"{kind}_rms": math.sqrt(total / count), f"{kind}_max": highest}
+            row_numbers |= {f"{cell_kind}_rms": math.sqrt(total / count), f"{cell_kind}_max": highest}
     return row_numbers
 
 

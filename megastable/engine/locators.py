@@ -84,7 +84,7 @@ class _SizeHooks(LayerHooks):
         place = TensorPlace(backward, depth, place_tick, layer, tensor)
         # In parts, as a whole gradient of the embedding in fp32 may not fit.
         flat_parts = x.detach().reshape(-1).split(CHUNK if x.is_cuda else CACHED)
-        part_norms = torch.stack([torch.linalg.vector_norm(part.float()) for part in flat_parts])
+        part_norms = torch.stack([torch.linalg.vector_norm(flat_part.float()) for flat_part in flat_parts])
         mean_square = part_norms.double().square().sum() / max(1, x.numel())
         known_square = self._squares.get(place, mean_square)
         self._squares[place] = torch.maximum(known_square, mean_square)

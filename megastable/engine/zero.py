@@ -164,9 +164,9 @@ class Wrapper(ABC):
         gradient_by_place = {}
         for group, group_pieces in self.o.averaged_gradients.items():
             group_offset = 0
-            for piece in group_pieces:
-                gradient_by_place[group, group_offset] = piece
-                group_offset += piece.numel()
+            for group_piece in group_pieces:
+                gradient_by_place[group, group_offset] = group_piece
+                group_offset += group_piece.numel()
         return gradient_by_place
 
     def discard_gradients(self) -> None:
@@ -317,9 +317,9 @@ class Zero12(_Linked):
         super().discard_gradients()
         self.o.micro_step_id = -1
         self.o._release_preflattened_grad_buffers()
-        for group in self.o.averaged_gradients:
-            self.o.averaged_gradients[group] = None
-            self.o.all_grad_tensors[group] = None
+        for averaged_gradient in self.o.averaged_gradients:
+            self.o.averaged_gradients[averaged_gradient] = None
+            self.o.all_grad_tensors[averaged_gradient] = None
 
     def refresh_weights(self) -> None:
         self.o.update_lp_params()
@@ -359,7 +359,7 @@ class Zero3(Wrapper):
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known_norms = self.o._get_norm_groups()
         scale = float(getattr(self.o, "loss_scale", 1.0))
-        unscaled_norms = torch.stack([self.make_scalar(norm) for norm in known_norms]) / scale
+        unscaled_norms = torch.stack([self.make_scalar(known_norm) for known_norm in known_norms]) / scale
         # DeepSpeed says -1 of one that is not a number.
         is_valid = torch.isfinite(unscaled_norms).all() & (unscaled_norms.min() >= 0)
         # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.

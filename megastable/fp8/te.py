@@ -200,8 +200,8 @@ def fit_block(block: Block, linears: Collection[str]) -> list[Fitted]:
         for linear_name in ("mlp.gate_up", "mlp.down"):
             if linear_name in linears:
                 take(linear_name, block_mlp, "mlp_norm")
-    for fitted in fitted_modules:
-        fitted.module.forward = torch.compiler.disable(fitted.module.forward)
+    for fitted_module in fitted_modules:
+        fitted_module.module.forward = torch.compiler.disable(fitted_module.module.forward)
     if fitted_modules:
         block.compile_in_pieces()
     return fitted_modules
@@ -297,8 +297,10 @@ def apply_transformer_engine(module: nn.Module, config: RunConfig, group: Any, d
     assert config.precision.fp8 is not None
     model_blocks = [part for part in module.modules() if isinstance(part, Block)]
     fitted_modules: list[Fitted] = []
-    for block in model_blocks:
-        fitted_modules += fit_block(block, fp8_linears(config, int(block.name.rpartition(".")[2])))
+    for model_block in model_blocks:
+        fitted_modules += fit_block(
+            model_block, fp8_linears(config, int(model_block.name.rpartition(".")[2]))
+        )
     return TransformerEngine(fitted_modules, config.precision.fp8, group, device)
 
 

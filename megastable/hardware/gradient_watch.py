@@ -127,7 +127,7 @@ class Consistency:
             return []
         zero_ranks = [d for d, rank_row in enumerate(found) if rank_row.zero]
         if zero_ranks and len(zero_ranks) < len(found):
-            return [Doubt(d, Kind.ZERO, "is zero") for d in zero_ranks]
+            return [Doubt(zero_rank, Kind.ZERO, "is zero") for zero_rank in zero_ranks]
         stale_ranks = [d for d, rank_row in enumerate(found) if rank_row.stale and not rank_row.zero]
         if stale_ranks and len(stale_ranks) < len(found):  # all of them: the same batch on the same weights
             return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale_ranks]
@@ -282,7 +282,9 @@ class GradientWatch(Watch):
             return None
         rank_rows = read_columns(measured.gradients)
         wrong_sums, rank_doubts = find_wrong_sums(rank_rows), self.baseline.find_doubts(rank_rows)
-        reasons = [f"data rank {d} received what is not the sum of the gradients" for d in wrong_sums]
+        reasons = [
+            f"data rank {wrong_sum} received what is not the sum of the gradients" for wrong_sum in wrong_sums
+        ]
         reasons += [f"the gradient of {self._of} {doubt.rank} {doubt.reason}" for doubt in rank_doubts]
         return Suspicion("; ".join(reasons), wrong_sums, rank_doubts) if reasons else None
 

@@ -57,8 +57,8 @@ def find_fault(
     turns = range(len(next(iter(results.values()))))
     for turn in turns:
         changed_digests = {
-            rank: again_digest
-            for rank, own in results.items()
+            result_rank: again_digest
+            for result_rank, own in results.items()
             for again_digest in own[turn][1:]
             if not own[turn][0].is_like(again_digest, exact)
         }
@@ -107,7 +107,9 @@ def find_causes(
         if on:
             stages = {min(on)}
         elif sent_back:
-            stages = {max(sent_back)} | {s for s in changed_stages if s > max(sent_back)}
+            stages = {max(sent_back)} | {
+                changed_stage for changed_stage in changed_stages if changed_stage > max(sent_back)
+            }
         else:
             stages = changed_stages
         found_ranks |= {ranks[s] for s in stages}

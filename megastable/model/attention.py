@@ -303,7 +303,7 @@ class Attention(nn.Module):
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
         q, k, v = to_heads(*self.split_heads(qkv), self.cp)
         rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
-        q, k, v = (t.permute(1, 2, 0, 3) for t in rotated_heads)
+        q, k, v = (rotated_head.permute(1, 2, 0, 3) for rotated_head in rotated_heads)
         return q, k, v
 
     def attend_between(self, qkv: Tensor, at: Places) -> Tensor:

@@ -177,11 +177,16 @@ def _chunks(rows: int, columns: int, std: float, generator: torch.Generator) -> 
         start for start in range(0, rows, chunk_rows) if start == 0 or (rows - start) * columns >= BLOCK
     ]
     chunk_ends = [*chunk_starts[1:], rows]
-    chunk_size = max(end - start for start, end in zip(chunk_starts, chunk_ends, strict=True)) * columns
+    chunk_size = (
+        max(range_end - range_start for range_start, range_end in zip(chunk_starts, chunk_ends, strict=True))
+        * columns
+    )
     chunk_memory = torch.empty(chunk_size, dtype=torch.float32, device="cpu")
-    for start, end in zip(chunk_starts, chunk_ends, strict=True):
-        drawn_numbers = chunk_memory[: (end - start) * columns].normal_(0.0, std, generator=generator)
-        yield start, drawn_numbers.view(-1, columns)
+    for range_start, range_end in zip(chunk_starts, chunk_ends, strict=True):
+        drawn_numbers = chunk_memory[: (range_end - range_start) * columns].normal_(
+            0.0, std, generator=generator
+        )
+        yield range_start, drawn_numbers.view(-1, columns)
 
 
 def _of_shard(

@@ -41,8 +41,8 @@ class Adafactor(PieceOptimizer):
     ) -> None:
         super().__init__(params, lr=lr)
         self.decay_exponent, self.clip, self.momentum = decay_exponent, clip, momentum
-        for group in self.param_groups:
-            group["matrices"] = all(len(shape_of(p)) > 1 for p in group["params"])
+        for param_group in self.param_groups:
+            param_group["matrices"] = all(len(shape_of(p)) > 1 for p in param_group["params"])
 
     def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",) * (self.momentum > 0) + ("exp_avg_sq",) * (not group["matrices"])

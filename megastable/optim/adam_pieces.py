@@ -79,7 +79,7 @@ class Lamb(AdamPieces):
             group = piece.group
             for part_range in split_in_chunks(piece):
                 weight, gradient = piece.weight[part_range], piece.gradient[part_range]
-                u, *moments = (x[: weight.numel()] for x in work_buffers)
+                u, *moments = (work_buffer[: weight.numel()] for work_buffer in work_buffers)
                 # The kernel subtracts its step times the rate from what it is told are the weights.
                 torch.mul(weight, group["weight_decay"], out=u)
                 for moment_copy, kind in zip(moments, self.kinds, strict=True):

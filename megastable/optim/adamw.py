@@ -54,10 +54,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
+        for param_group in self.param_groups:
+            for p in param_group["params"]:
                 if p.grad is not None:
-                    self._update(p, p.grad, group)
+                    self._update(p, p.grad, param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Torch casts moments to the dtype of the weights; the cast back to bf16 is exact."""
@@ -89,7 +89,9 @@ class AdamW(torch.optim.Optimizer):
         chunk_size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
         chunk_buffers = None if self.compiled else make_buffers(min(chunk_size, p.numel()), p.device)
         all_tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
-        for chunk_tensors in zip(*(tensor.view(-1).split(chunk_size) for tensor in all_tensors), strict=True):
+        for chunk_tensors in zip(
+            *(all_tensor.view(-1).split(chunk_size) for all_tensor in all_tensors), strict=True
+        ):
             update_function(*chunk_tensors, step_factors, step_key, beta1, beta2, group["eps"], chunk_buffers)
 
 

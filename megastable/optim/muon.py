@@ -100,7 +100,7 @@ def _traffic(held: Round, rank: int) -> _Traffic:
     all_ranks = range(len(held.matrices))
     return _Traffic(
         [(m, 1 + max(piece.shard for piece in held.pieces[m])) for m in held.matrices[rank]],
-        [held.list_message(rank, owner, back=False) for owner in all_ranks],
+        [held.list_message(rank, all_rank, back=False) for all_rank in all_ranks],
         [held.list_message(holder, rank, back=False) for holder in all_ranks],
         [held.list_message(holder, rank, back=True) for holder in all_ranks],
         [held.list_message(rank, owner, back=True) for owner in all_ranks],
@@ -170,8 +170,8 @@ class Muon(AdamPieces):
                 for part_range in split_in_chunks(piece):
                     self.apply_adamw(piece, part_range, piece.group["lr"], step)
         # Also where this rank has no piece: it may own matrices.
-        for group in self.param_groups:
-            for master in group["params"] if group["orthogonalize"] else ():
+        for param_group in self.param_groups:
+            for master in param_group["params"] if param_group["orthogonalize"] else ():
                 buffer_names = {f.name for f in self._fragments[master]}
                 self._muon(master, {piece.name: piece for piece in pieces if piece.name in buffer_names})
 

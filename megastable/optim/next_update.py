@@ -85,7 +85,7 @@ def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     optimizer_settings = config.optimizer.model_dump(exclude={"lr"})  # part of the rate
     clipping_settings = optimizer_settings.pop("clipping")
     optimizer_settings |= {
-        f"clipping.{setting_key}": value for setting_key, value in clipping_settings.items()
+        f"clipping.{setting_key}": setting_value for setting_key, setting_value in clipping_settings.items()
     }
     for setting_key, value in optimizer_settings.items():
         if config.optimizer.reads_key(setting_key):

@@ -166,10 +166,10 @@ class Round:
         """Elements that `rank` gives to the all-to-all, to itself included."""
         all_ranks = range(len(self.matrices))
         if back:
-            rank_messages = [self.list_message(holder, rank, back=True) for holder in all_ranks]
+            rank_messages = [self.list_message(all_rank, rank, back=True) for all_rank in all_ranks]
         else:
             rank_messages = [self.list_message(rank, owner, back=False) for owner in all_ranks]
-        return sum(piece.numel for message in rank_messages for piece in message)
+        return sum(piece.numel for rank_message in rank_messages for piece in rank_message)
 
 
 def plan_rounds(held: Sequence[Sequence[Held]], tensor: int, limit: int = LIMIT) -> list[Round]:
@@ -220,7 +220,9 @@ def _pieces(held: Sequence[Sequence[Held]], tensor: int) -> dict[Matrix, tuple[M
         pieces.sort(key=lambda p: (p.shard, p.start, p.rank))
         counted_pieces = [p for p in pieces if p.counted]
         shard_size = matrix.numel // (1 if matrix.dim is None else tensor)  # of a shard
-        piece_starts = [p.shard * shard_size + p.start for p in counted_pieces]
+        piece_starts = [
+            counted_piece.shard * shard_size + counted_piece.start for counted_piece in counted_pieces
+        ]
         piece_ends = [p.shard * shard_size + p.start + p.numel for p in counted_pieces]
         if [*piece_starts, matrix.numel] != [0, *piece_ends]:
             raise ValueError(

@@ -159,11 +159,11 @@ class PieceOptimizer(torch.optim.Optimizer):
         assert closure is None, "DeepSpeed passes none"
         assert self._fragments, "attach() comes first"
         rank_pieces, update_count = [], 0
-        for group in self.param_groups:
-            for p in group["params"]:
+        for param_group in self.param_groups:
+            for p in param_group["params"]:
                 if p.grad is not None:
-                    update_count = self._count(p, group)
-                    rank_pieces += [self._piece(f, p, group) for f in self._fragments[p]]
+                    update_count = self._count(p, param_group)
+                    rank_pieces += [self._piece(f, p, param_group) for f in self._fragments[p]]
         self.update(rank_pieces, update_count)
 
     def _count(self, p: Tensor, group: Mapping[str, Any]) -> int:

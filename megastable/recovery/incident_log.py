@@ -108,7 +108,7 @@ class IncidentLog:
             bad_documents = documents_at(self.source, untold.identified) if untold.identified.size else []
         except DataError as data_error:  # as in _skip_identities: the samples are skipped all the same
             bad_documents, reason = [], f"{reason}; their documents cannot be named: {data_error}"
-        incident.documents += [document.model_dump() for document in bad_documents][:NAMED]
+        incident.documents += [bad_document.model_dump() for bad_document in bad_documents][:NAMED]
         incident.reasons.append(reason)
         incident.released += untold.freed.size
         kept_positions = Skips.from_ranges(incident.positions).minus(Skips.from_numbers(untold.freed))
@@ -427,26 +427,30 @@ class IncidentLog:
             ahead = max(0, 2 * self.left_out.count - positions.size)
         first_step, first_position = window[0].step, int(window[0].positions.min())
         number = incident.number
-        found = self.deferring.defer_samples(positions, first_step, first_position, reason, number, ahead)
-        lost_ranges = ranges_of(found.lost)
+        found_samples = self.deferring.defer_samples(
+            positions, first_step, first_position, reason, number, ahead
+        )
+        lost_ranges = ranges_of(found_samples.lost)
         self._skip_positions(lost_ranges, f"{reason}; there is no room to read them later")
-        self._remember(np.concatenate([found.positions, found.lost]))
-        deferred, return_ranges = ranges_of(found.positions), ranges_of(found.returns)
+        self._remember(np.concatenate([found_samples.positions, found_samples.lost]))
+        deferred, return_ranges = ranges_of(found_samples.positions), ranges_of(found_samples.returns)
         # The same positions may be deferred twice, with other samples.
         incident.deferred = sorted([*incident.deferred, *deferred])
         incident.returns = sorted([*incident.returns, *return_ranges])
-        incident.lost += found.lost.size
+        incident.lost += found_samples.lost.size
         if deferred:
             return_step = self.deferring.step_of(return_ranges[0][0], first_step, first_position)
             self.log.say_line(
-                f"  deferred: {count_noun(found.positions.size, 'sample')} (positions {show_ranges(deferred, 4)}), "
-                f"read again from position {return_ranges[0][0]} (about step {return_step})"
+                f"  deferred: {count_noun(found_samples.positions.size, 'sample')} (positions "
+                f"{show_ranges(deferred, 4)}), read again from position {return_ranges[0][0]} (about step "
+                f"{return_step})"
             )
         if lost_ranges:
             self.log.say_line(
-                f"  lost in this epoch: {count_noun(found.lost.size, 'sample')}: the run ends before there is room"
+                f"  lost in this epoch: {count_noun(found_samples.lost.size, 'sample')}: the run ends before there is "
+                "room"
             )
-        return found, lost_ranges
+        return found_samples, lost_ranges
 
     def _remember(self, positions: Int64s) -> None:
         """Samples just skipped or deferred, by position."""
@@ -498,7 +502,7 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 def _usual(state: RunState) -> float | None:
     """The loss before, or after, an incident: the median of the last steps, some of which may belong to it."""
-    finite_losses = [x for x in state.recent_losses if math.isfinite(x)]
+    finite_losses = [recent_loss for recent_loss in state.recent_losses if math.isfinite(recent_loss)]
     return float(np.median(finite_losses)) if finite_losses else None
 
 

@@ -43,8 +43,8 @@ class RunParts:
     def select_unskipped(self) -> Selection:
         """What the ledger leaves of the current order. Collective."""
         usable_selection, malformed_lines = self.skipping.select_usable(self.source.order)
-        for problem in malformed_lines:
-            self.log.emit_event(SkipsRefused(problem=problem))
+        for malformed_line in malformed_lines:
+            self.log.emit_event(SkipsRefused(problem=malformed_line))
         return usable_selection
 
 

@@ -55,7 +55,7 @@ class PhaseSummary:
 def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
     """The phases of the steps recorded in `folder`, or of the `last` ones. Raises DataError if none has any."""
     read_records = read_files(folder, READ)
-    unread = [read for read in read_records if read.problem]
+    unread = [read_record for read_record in read_records if read_record.problem]
     problems = [f"{folder / r.file.name}: not a readable record file ({r.problem})" for r in unread]
     record_tables = [read.table for read in read_records if read.table is not None]
     if not record_tables:
@@ -159,9 +159,9 @@ def _summary(path: Path, facts: dict[str, Any], events: Sequence[dict[str, Any]]
     sums, wall = sum_busy((one, talks) for _, one, talks in inside), end - begin
     known = of_trace(path.name)
     phases = defaultdict[str, float](float)
-    for event in marks:
-        if (phase := phase_of(event["name"])) is not None:
-            phases[phase] += event["dur"] / 1e6
+    for mark_event in marks:
+        if (phase := phase_of(mark_event["name"])) is not None:
+            phases[phase] += mark_event["dur"] / 1e6
     return TraceSummary(
         file=path.name, rank=int(facts.get("rank", known[1] if known else 0)), device="cuda" if device else "cpu",
         steps=[int(n) for n in facts.get("steps", [])] or sorted({n for e in marks if (n := step_of(e["name"]))}),

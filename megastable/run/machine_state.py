@@ -80,7 +80,7 @@ def host_reading(
 ) -> HostReading:
     """From bytes, and what `cluster.gpu_health` tells of each GPU; why: there is nothing of GPUs."""
     scale = {"memory": 1 / GIB, "memory_used": 1 / GIB, "utilization": 0.01}
-    told = {name: [gpu.get(name) for gpu in gpus] for name in GAUGES}
+    told = {gauge_name: [gpu.get(gauge_name) for gpu in gpus] for gauge_name in GAUGES}
     gauges = {
         name: [_short(value, scale.get(name, 1.0)) for value in values]
         for name, values in told.items() if any(value is not None for value in values)
@@ -97,7 +97,7 @@ def host_reading(
 def merge_samples(samples: Sequence[MachineSample]) -> MachineSample:
     """One sample for several, oldest first: means of times, utilization, power and clocks; the worst of all else."""
     last = samples[-1]
-    host_names = dict.fromkeys(name for sample in samples for name in sample.hosts)
+    host_names = dict.fromkeys(host_name for sample in samples for host_name in sample.hosts)
     whole = _over([[sample.whole] for sample in samples], np.nanmean)
     return MachineSample(
         time=last.time, seconds=round(last.time - samples[0].time + samples[0].seconds, 1), step=last.step,

@@ -118,8 +118,8 @@ def compact_files(folder: Path, columns: pa.Schema) -> None:
     """
     try:
         files, contained_files = _list_all(folder)
-        for file in contained_files:  # of a process that died before it had removed them
-            (folder / file.name).unlink(missing_ok=True)
+        for contained_file in contained_files:  # of a process that died before it had removed them
+            (folder / contained_file.name).unlink(missing_ok=True)
         files = [file for file in files if file.stamp]
         # What was written before the newest compacted file did not fit into it, and fits into no other.
         files = files[max((n for n, file in enumerate(files) if file.begin < file.stamp), default=0) :]

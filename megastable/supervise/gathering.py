@@ -317,7 +317,7 @@ def choose_lineup(
     best_hosts = preferred_order[:wanted]
     usable_here = [host for host in preferred_order if host in there]
     if len(best_hosts) == wanted:
-        if all(host in there for host in best_hosts):
+        if all(best_host in there for best_host in best_hosts):
             return _arranged(best_hosts, last, hosts)
         if len(usable_here) >= wanted and waited >= SETTLE:
             return _arranged(usable_here[:wanted], last, hosts)

@@ -126,7 +126,7 @@ def find_suspects(ranks: Mapping[int, RankView]) -> Suspects:
     stopped_ranks = sorted(rank for rank, rank_view in ranks.items() if rank_view.kernel)
     mute_behind = [rank for rank in ranks_behind if rank in mute_ranks]
     blamed_ranks = mute_behind or ranks_behind or mute_ranks or stopped_ranks
-    blamed_hosts = {ranks[rank].host for rank in blamed_ranks}
+    blamed_hosts = {ranks[blamed_rank].host for blamed_rank in blamed_ranks}
     return Suspects(
         told=_told(ranks, blamed_ranks, ranks_behind),
         host=blamed_hosts.pop() if len(blamed_hosts) == 1 else None,
@@ -178,4 +178,4 @@ def find_awaited_ranks(entered: Mapping[int, Entered]) -> list[int]:
     fails within a collective."""
     wait_graph = build_wait_graph(entered)
     awaited_ranks = set().union(*wait_graph.values()) if wait_graph else set()
-    return sorted(rank for rank in awaited_ranks if not wait_graph[rank])
+    return sorted(awaited_rank for awaited_rank in awaited_ranks if not wait_graph[awaited_rank])

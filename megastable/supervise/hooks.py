@@ -81,7 +81,9 @@ class Hook:
         """`describe_problem` without secrets: neither values of variables nor anything else that is redacted."""
         values = [os.environ.get(name, "") for name in Template(self.text).get_identifiers()]
         for used in [self.text, Template(self.text).safe_substitute(os.environ)]:
-            parts = [used[begin:end] for begin, end in find_passwords(self.kind, used)]
+            parts = [
+                used[range_begin:range_end] for range_begin, range_end in find_passwords(self.kind, used)
+            ]
             values += [v for part in parts for v in (part, part.partition("?")[2])]
         for secret in sorted({v for v in values if len(v) > 3}, key=len, reverse=True):
             problem = problem.replace(secret, "…")
@@ -99,7 +101,7 @@ class Hook:
         if not command_words:
             raise ConfigError("supervise.command is empty: leave it out to have none")
         # Split first: a value with blanks or quotes stays one word.
-        program_word, *other_words = [_expanded(word, "command") for word in command_words]
+        program_word, *other_words = [_expanded(command_word, "command") for command_word in command_words]
         return [os.path.expanduser(program_word), *other_words], {}
 
 

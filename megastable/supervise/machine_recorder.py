@@ -90,7 +90,7 @@ class MachineRecorder:
         for rank, blocks in fresh_blocks.items():
             # The last one was in the sample before, if there are newer ones.
             new_blocks = blocks[-max(1, len(blocks) - 1) :]
-            own_seconds[rank] = float(f"{statistics.fmean(block.own for block in new_blocks):.4g}")
+            own_seconds[rank] = float(f"{statistics.fmean(new_block.own for new_block in new_blocks):.4g}")
         step_seconds = [blocks[-1].step for blocks in fresh_blocks.values()]
         ranks_by_host = dict[str, list[int]]()
         for rank in sorted(heard_by_rank):

@@ -307,7 +307,9 @@ def _count(s: Status) -> Iterator[Metric]:
     yield _counter(s.name, "restarts", "Restarts by the supervisor.", restarts, "reason")
     # What is open, or was handed over and opens again, may still change its class and cause; a counter never falls.
     over_incidents = [incident for incident in s.incidents if incident.outcome in OVER]
-    by_cause = {cause.value: 0 for cause in Cause} | Counter(incident.cause for incident in over_incidents)
+    by_cause = {cause.value: 0 for cause in Cause} | Counter(
+        over_incident.cause for over_incident in over_incidents
+    )
     yield _counter(s.name, "incidents_by_cause", "Incidents that are over, by cause.", by_cause, "cause")
     by_kind = Counter((incident.kind, incident.cause, incident.verdict) for incident in over_incidents)
     about = "Incidents that are over, by class, cause and symptom."

@@ -173,8 +173,8 @@ class Stragglers:
         self.slow: dict[str, SlowHost] = {}
         self.alone = len(set(hosts.values())) == 1
         hosts_by_group = defaultdict[int, set[str]](set)
-        for rank, host in hosts.items():
-            hosts_by_group[rank // shared].add(host)
+        for host_rank, host in hosts.items():
+            hosts_by_group[host_rank // shared].add(host)
         self.blind = any(len(group_hosts) > 1 for group_hosts in hosts_by_group.values())
         stage_size = max(1, len(hosts) // stages)
         self._stage = {rank: rank // stage_size for rank in hosts}
@@ -259,7 +259,7 @@ class Stragglers:
             ranks_by_stage[self._stage[rank]].append(rank)
         others_seconds: dict[int, float] = {}
         for stage_ranks in ranks_by_stage.values():
-            ordered_values = sorted(values[rank] for rank in stage_ranks)
+            ordered_values = sorted(values[stage_rank] for stage_rank in stage_ranks)
             ranks_by_team = defaultdict[object, list[int]](list)
             on_one_host = len({self.hosts[rank] for rank in stage_ranks}) == 1
             for rank in stage_ranks:
@@ -267,7 +267,9 @@ class Stragglers:
             for team_ranks in ranks_by_team.values():
                 if (others_count := len(ordered_values) - len(team_ranks)) > 0:
                     others_median = _without(
-                        ordered_values, sorted(values[rank] for rank in team_ranks), others_count // 2
+                        ordered_values,
+                        sorted(values[team_rank] for team_rank in team_ranks),
+                        others_count // 2,
                     )
                     others_seconds |= dict.fromkeys(team_ranks, others_median)
         return others_seconds
@@ -285,8 +287,10 @@ class Stragglers:
         for part_index, part_name in enumerate(OWN):
             own_part = statistics.median(judged_block[rank].parts[part_index] for judged_block in rank_blocks)
             others_part = statistics.median(
-                self._others({other: block.parts[part_index] for other, block in one.items()}).get(rank, 0.0)
-                for one in rank_blocks
+                self._others({other: block.parts[part_index] for other, block in rank_block.items()}).get(
+                    rank, 0.0
+                )
+                for rank_block in rank_blocks
             )
             if max(own_part, others_part) >= step_seconds / 100 and others_part > 0:
                 part_ratios[part_name] = own_part / others_part

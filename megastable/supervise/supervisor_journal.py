@@ -63,10 +63,10 @@ class SupervisorJournal:
         if self._follower.starts != file_starts:
             # A person repaired the journal: it is read again, but its events are not passed on again.
             self.state = SupervisorState()
-        for event in new_events:
-            self.state.add_event(event)
+        for new_event in new_events:
+            self.state.add_event(new_event)
             if self._follower.starts == file_starts:
-                self.listener.handle_event(event)
+                self.listener.handle_event(new_event)
         if self.state.attempt:
             log_path = log_of(self.run, self.state.attempt)
             if log_path != self._output.path:
@@ -167,10 +167,10 @@ class SupervisorState(RunHistory):
     def open(self) -> dict[int, Incident]:
         """Our incidents that are not resolved."""
         open_incidents = dict[int, Incident]()
-        for number, known in sorted(self.incidents.items()):
+        for incident_number, known in sorted(self.incidents.items()):
             if known.summary.get("outcome") == "open" and known.summary.get("verdict") in list(Breakdown):
                 with suppress(ValidationError):
-                    open_incidents[number] = Incident.model_validate(known.summary)
+                    open_incidents[incident_number] = Incident.model_validate(known.summary)
         return open_incidents
 
     @property
@@ -186,11 +186,11 @@ class SupervisorState(RunHistory):
     def failures(self) -> list[Failure]:
         """Since a person started the run."""
         found = list[Failure]()
-        for failed in self.failed_attempts:
-            if (end := _read_end(failed)) is not None:
-                host = None if _lacks_hosts(end, failed.hosts, failed.widest) else end.host
-                was_skipped = bool(failed.event.skipped)
-                found.append(Failure(end.what, end.step, host, failed.clock, was_skipped, end.code))
+        for failed_attempt in self.failed_attempts:
+            if (end := _read_end(failed_attempt)) is not None:
+                host = None if _lacks_hosts(end, failed_attempt.hosts, failed_attempt.widest) else end.host
+                was_skipped = bool(failed_attempt.event.skipped)
+                found.append(Failure(end.what, end.step, host, failed_attempt.clock, was_skipped, end.code))
         return found
 
     @property

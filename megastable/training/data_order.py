@@ -150,7 +150,7 @@ class DataOrder:
         old_order, new_order, blend_time = before.train.order, self.source.order, before.blends[-1].time
         moved_entries = moved_skips(ledger.by_position.entries, old_order, new_order, position, blend_time)
         append_entries(self.run.skips, moved_entries)
-        return sum(entry.end - entry.first for entry in moved_entries)
+        return sum(moved_entry.end - moved_entry.first for moved_entry in moved_entries)
 
     def warn_of_foreign(self, step: int) -> None:
         """Warn, once per run, about corpora in the skip ledger that do not match any of this run: their content has
@@ -229,9 +229,9 @@ class Feed:
         run_on_first(self.heart.skips.begin_to_read)
         # As `select_samples`, but a malformed line does not end a run.
         wanted_samples, malformed_lines = self.order.skipping.select_usable(self.order.source.order)
-        for problem in malformed_lines:
-            text = f"WARNING: {problem}. Training goes on without that line"
-            self.order.log.emit_event(SkipsRefused(step=step, problem=problem), say=text)
+        for malformed_line in malformed_lines:
+            text = f"WARNING: {malformed_line}. Training goes on without that line"
+            self.order.log.emit_event(SkipsRefused(step=step, problem=malformed_line), say=text)
         lines_before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
         self.loader.go_to(cursor, wanted_samples)
         self.order.warn_of_foreign(step)

@@ -139,12 +139,12 @@ def count_collectives() -> dict[str, int]:
     world = distributed_c10d._world
     process_groups: list[Any] = list(world.pg_map)  # at once: the training thread may add some
     entered_by_group: dict[str, int] = {}
-    for group in process_groups:
-        group_name = world.pg_names.get(group)
+    for process_group in process_groups:
+        group_name = world.pg_names.get(process_group)
         if group_name is None:
             continue  # torch is still making it, or ending it: it enters the group first and its name later
-        entered = group._get_sequence_number_for_group()
-        is_default = group is world.default_pg
+        entered = process_group._get_sequence_number_for_group()
+        is_default = process_group is world.default_pg
         entered_by_group[group_name] = activity.count_collectives(entered) if is_default else entered
     return entered_by_group
 
@@ -177,8 +177,8 @@ def run_rank(
     if attempt is not None:
         Beats(run_of(parsed_arguments.supervised), attempt, rank, host_name(), world)
     try:
-        config = recipe.load_recipe(parsed_arguments.recipe, parsed_arguments.overrides)
-        deepspeed_json.build_deepspeed_json(config, world)
+        recipe_config = recipe.load_recipe(parsed_arguments.recipe, parsed_arguments.overrides)
+        deepspeed_json.build_deepspeed_json(recipe_config, world)
     except MegastableError as error:
         # The same on every rank: one message is enough. The launcher ends all ranks when the first one ends: not before
         # it, nor before a stop that waits, which would end it without a word.
@@ -188,8 +188,10 @@ def run_rank(
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     try:
-        start_distributed(config.run.timeout, config.run.deterministic, config.run.rendezvous)
-        exit_code = train(config, recipe.find_recipe(parsed_arguments.recipe), attempt)
+        start_distributed(
+            recipe_config.run.timeout, recipe_config.run.deterministic, recipe_config.run.rendezvous
+        )
+        exit_code = train(recipe_config, recipe.find_recipe(parsed_arguments.recipe), attempt)
     except MegastableError as error:
         # The supervisor chose the port, and will choose another for the next attempt.
         is_retried = isinstance(error, RendezvousError) and attempt is not None

@@ -159,8 +159,8 @@ class Observer:
         self.tracking.send_step(record, state.tokens)
         if statistics is not None and statistics.layers:
             rows = [
-                LayerRecord(state.step, now, layer_name, **row)
-                for layer_name, row in statistics.layers.items()
+                LayerRecord(state.step, now, layer_name, **layer_row)
+                for layer_name, layer_row in statistics.layers.items()
             ]
             self.layers.add_records(*rows)
             self.tracking.send_layers(rows)

@@ -93,7 +93,7 @@ class Signs(Watch):
         """People have changed these keys live: if the rates are no longer those of the recipe, signs that are judged
         by them would be wrong, and are not told any more."""
         if any(key == "optimizer.lr" or key.startswith("schedule.") for key in keys):
-            self.state.told += [sign for sign in BY_RATES if sign not in self.state.told]
+            self.state.told += [by_rate for by_rate in BY_RATES if by_rate not in self.state.told]
 
     def needs_norms(self, step: int) -> bool:
         """Whether the norms of weights and update are needed after this step: `engine.statistics`."""
@@ -314,8 +314,8 @@ class StartSigns(Signs):
                 state.step, state.recent_losses, self._unigram_entropy(), self._rates
             )
         found_signs += self._learns(state, undisturbed)
-        for sign in found_signs:
-            self.log.emit_event(sign, say=f"step {state.step}: WARNING: {sign.text}")
+        for found_sign in found_signs:
+            self.log.emit_event(found_sign, say=f"step {state.step}: WARNING: {found_sign.text}")
 
     def _learns(self, state: RunState, undisturbed: bool) -> list[Warned]:
         held_losses, updates = self.state.losses, state.updates

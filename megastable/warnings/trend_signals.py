@@ -377,8 +377,8 @@ def _reaches(steps: list[int], logs: list[float], left: float) -> tuple[float, f
     if len(logs) >= 2 * LATEST:
         two_spans = [(steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
         grows, growth_ahead = (
-            min(median_slope(*of) for of in two_spans),
-            min(remaining_growth(*of) for of in two_spans),
+            min(median_slope(*two_span) for two_span in two_spans),
+            min(remaining_growth(*span_of) for span_of in two_spans),
         )
     return grows, left / grows if grows > 0 else (0.0 if not left else math.inf), growth_ahead < left
 

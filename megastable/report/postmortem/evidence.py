@@ -326,7 +326,7 @@ class Gatherer:
         if self.incident.verdict == "damaged_checkpoint":
             step_keys["closed"] = "step"  # all in one event: a checkpoint used instead
         named_steps = [event.get(step_keys.get(str(event.get("what")), "")) for event in self.own]
-        return [step for step in named_steps if type(step) is int]
+        return [named_step for named_step in named_steps if type(named_step) is int]
 
     def _closed_at(self) -> int | None:
         """The last step before the incident was proven over or given up."""
@@ -355,9 +355,9 @@ class Gatherer:
         accepted = [row for row in step_rows if row["applied"] and math.isfinite(row["loss"])]
         before = {row["step"]: row["loss"] for row in accepted}
         return [
-            LaterLoss(step=step, after=e.after or 0, loss=e.loss or 0.0, at_end=bool(e.at_end),
-                      **expect_loss(before, onset, step))
-            for step, e in sorted(looks.items())
+            LaterLoss(step=look_step, after=e.after or 0, loss=e.loss or 0.0, at_end=bool(e.at_end),
+                      **expect_loss(before, onset, look_step))
+            for look_step, e in sorted(looks.items())
         ]  # fmt: skip
 
     def _looks(self) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def render_documents(e: Evidence) -> str:
 def render_layers(found: Layers) -> str:
     """layers.csv: every statistic before, during and after the incident."""
     looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
-    head = [look if step is None else f"{look} (step {step})" for look, step in looks.items()]
+    head = [look if look_step is None else f"{look} (step {look_step})" for look, look_step in looks.items()]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
     return safe.write_csv(("name", "statistic", *head, "ratio"), rows)
 

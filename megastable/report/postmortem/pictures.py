@@ -86,10 +86,10 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
 
     is_log = name == "grad_norm"
     standing_rows, undone_parts = split_standing(e.passes)
-    for part in undone_parts:
-        _line(axis, part, name, is_log, color=BAD, linewidth=1.4, zorder=4)
+    for undone_part in undone_parts:
+        _line(axis, undone_part, name, is_log, color=BAD, linewidth=1.4, zorder=4)
     _line(axis, standing_rows, name, is_log, color=GOOD, linewidth=1.5, zorder=3)
-    refused_rows = [row for part in e.passes for row in part if not row.applied and name != "lr"]
+    refused_rows = [row for pass_part in e.passes for row in pass_part if not row.applied and name != "lr"]
     if refused_rows:
         mark_style: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
         refused_values = [limit_value(getattr(refused_row, name), is_log) for refused_row in refused_rows]

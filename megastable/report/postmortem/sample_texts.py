@@ -194,7 +194,12 @@ def count_positions(ranges: Sequence[Range]) -> int:
 
 def take_positions(ranges: Sequence[Range], most: int) -> list[int]:
     """The first `most` positions of `ranges`."""
-    return list(islice((position for first, end in ranges for position in range(first, end)), most))
+    return list(
+        islice(
+            (position for range_first, range_end in ranges for position in range(range_first, range_end)),
+            most,
+        )
+    )
 
 
 def spread_positions(ranges: Sequence[Range], most: int) -> npt.NDArray[np.int64]:
@@ -219,7 +224,7 @@ def _distance(one: Counts, other: Counts) -> float:
 def _by_rank(counts: Counts) -> list[tuple[int, float]]:
     sorted_shares = np.sort(counts[counts > 0])[::-1] / counts.sum()
     chosen_ranks = np.unique(np.geomspace(1, sorted_shares.size, POINTS).round().astype(np.int64))
-    return [(int(rank), float(sorted_shares[rank - 1])) for rank in chosen_ranks]
+    return [(int(chosen_rank), float(sorted_shares[chosen_rank - 1])) for chosen_rank in chosen_ranks]
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def list_skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
     skip_rows = []
     for s in e.skipped:
         if isinstance(s, SampleEntry):
-            token_ranges = show_ranges([(first, end) for first, end in s.tokens], 4)
+            token_ranges = show_ranges([(range_first, range_end) for range_first, range_end in s.tokens], 4)
             what, which = f"samples of corpus {s.corpus}", f"tokens {token_ranges} of its training stream"
             how_long = "in every epoch"
         else:

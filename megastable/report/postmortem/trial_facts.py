@@ -164,7 +164,7 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
     """
     events, trial_indexes = journal.events, list[int]()
     named_steps = (events[own[0]].get(step_key) for step_key in ("onset", "step"))
-    onset_step = next((step for step in named_steps if type(step) is int), None)
+    onset_step = next((named_step for named_step in named_steps if type(named_step) is int), None)
     # Samples are tried before the incident of a look back is opened: nothing else may lie between.
     for index in range(own[0] - 1, max(-1, own[0] - 1 - NEAR), -1):
         if isinstance(events[index], ENDS):
@@ -188,7 +188,9 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
         later_trials = [other for other_at, other in trials_found[trial_number + 1 :] if other_at == at]
         cause = None if at is None else events[at].get("cause", "")
         # What is learnt of the suspects does not matter where a remedy wins: they are read again.
-        is_overruled = trial.suspects is not None and any(other.has_remedy for other in later_trials)
+        is_overruled = trial.suspects is not None and any(
+            later_trial.has_remedy for later_trial in later_trials
+        )
         chosen_name = "" if is_overruled else _name_chosen(trial, cause if isinstance(cause, str) else None)
         told_trials.append(trial.model_copy(update={"chosen": chosen_name, "overruled": is_overruled}))
     return told_trials

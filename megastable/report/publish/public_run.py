@@ -76,7 +76,7 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
     _name_corpora(recipe_fields, blend_lines, public_run.names)
     collect_names([known_events, skip_lines, blend_lines, *object_files.values()], public_run.names)
     word_redactor = Redactor(public_run.names)
-    _write_lines(copy.journal, [public_event(event, word_redactor) for event in known_events])
+    _write_lines(copy.journal, [public_event(known_event, word_redactor) for known_event in known_events])
     _write_lines(copy.skips, [word_redactor.redact_tree(ledger_line) for ledger_line in skip_lines])
     _write_lines(copy.blends, [word_redactor.redact_tree(ledger_line) for ledger_line in blend_lines])
     for object_path, object_fields in object_files.items():
@@ -124,7 +124,9 @@ def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
     told = public_object({key: field_value for key, field_value in event.items() if key != "event"}, redact)
     if event["event"] == ConfigChanged.NAME and isinstance(recipe_changes := event.get("changes"), list):
-        told["changes"] = [redact.redact_text(public_change(str(change))) for change in recipe_changes]
+        told["changes"] = [
+            redact.redact_text(public_change(str(recipe_change))) for recipe_change in recipe_changes
+        ]
     if event["event"] in BLENDED:
         told |= {key: redact.redact_keys("corpus", event.get(key)) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
@@ -238,5 +240,5 @@ def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor
             record_table = record_table.set_column(schema.get_field_index("name"), "name", layer_names)
         flush_stamps = dict.fromkeys([file.begin, file.stamp])
         (target / name_file(file.low, file.high, *flush_stamps)).write_bytes(encode_table(record_table))
-    if damaged_files := sum(read.table is None for read in read_records):
+    if damaged_files := sum(read_record.table is None for read_record in read_records):
         made.problems.append(f"{given.name}: {count_noun(damaged_files, 'file')} of records cannot be read")

@@ -217,7 +217,9 @@ def _either(names: Iterable[str]) -> str:
 def public_version(value: Any) -> str:
     """A version or the name of a device, without a word that is neither."""
     version_words = str(value).split()
-    return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in version_words)
+    return " ".join(
+        version_word if SOFTWARE.fullmatch(version_word) else WITHHELD for version_word in version_words
+    )
 
 
 def collect_names(value: Any, names: PublicNames) -> None:

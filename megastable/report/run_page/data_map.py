@@ -39,11 +39,13 @@ def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
     """
     sample_count: int | None
     if isinstance(entry, SampleEntry):
-        tokens = [(first, end) for first, end in entry.tokens]
+        tokens = [(range_first, range_end) for range_first, range_end in entry.tokens]
         what = (
             f"{entry.corpus}, tokens {show_ranges(tokens, RANGES)}{', read again' if entry.released else ''}"
         )
-        sample_count = math.ceil(sum(end - first for first, end in tokens) / max(1, length))
+        sample_count = math.ceil(
+            sum(range_end - range_first for range_first, range_end in tokens) / max(1, length)
+        )
         shard_texts, shards = list[str](), entry.documents or []
         for shard in shards[:SHARDS]:
             noun = "document" if len(shard.documents) == 1 else "documents"

@@ -220,12 +220,12 @@ def _group(
         x = axes.read_values(axis, rows)
         found["x"][axis] = encode_array(average_columns(x, starts)) if len(rows) else ""
     for sery_name, get_column in series.items():
-        values = get_column()
-        if not len(values) or np.isnan(values).all():
+        column_values = get_column()
+        if not len(column_values) or np.isnan(column_values).all():
             continue
-        columns = reduce_columns(values, starts)
+        columns = reduce_columns(column_values, starts)
         encoded = {key: encode_array(column) for key, column in columns._asdict().items()}
-        found["series"][sery_name] = encoded["mean"] if len(starts) == len(values) else encoded
+        found["series"][sery_name] = encoded["mean"] if len(starts) == len(column_values) else encoded
     return found
 
 

@@ -214,7 +214,7 @@ def describe_account(found: TimeAccount, began: float, starts: Sequence[StartFac
     seconds = found.sum_seconds()
     time_spans = list(found.list_spans())
     rank_hours = count_hours(time_spans, [(start.time, start.ranks) for start in starts])
-    time_spans = [span for span in time_spans if span.kind is not TimeKind.TRAINING]
+    time_spans = [time_span for time_span in time_spans if time_span.kind is not TimeKind.TRAINING]
     if len(time_spans) <= SPANS:
         drawn_spans = [
             [span.kind.value, span.begin - began, span.end - began, make_visible(span.cause, 120), span.incident,

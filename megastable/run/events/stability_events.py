@@ -208,7 +208,9 @@ class IncidentEvent(Event):
             about += f"; {deferral_text}" if (deferral_text := read_later(self.fields)) else ""
         elif what == "released":
             ranges = read_pairs(self.get("positions")) + read_pairs(self.get("next_epoch"))
-            skipped_text = count_noun(sum(end - first for first, end in ranges), "skipped sample")
+            skipped_text = count_noun(
+                sum(range_end - range_first for range_first, range_end in ranges), "skipped sample"
+            )
             about = f"{skipped_text} found harmless, to be read after all{self.format_reason()}"
         elif what == "rewound":
             about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"

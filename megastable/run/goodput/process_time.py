@@ -220,7 +220,7 @@ class ProcessTime:
     def find_told(self) -> int:
         """The farthest step that its events name as done; 0 if none."""
         done_events = (e for e in self.events if isinstance(e, Evaluated | CheckpointSaved))
-        return max((read_whole(e.get("step")) or 0 for e in done_events), default=0)
+        return max((read_whole(done_event.get("step")) or 0 for done_event in done_events), default=0)
 
     def _evaluations(
         self, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any], until: float

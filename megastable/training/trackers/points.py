@@ -185,7 +185,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
 
 def validation_values(found: Evaluated) -> dict[str, float]:
     """The losses of an evaluation, by curve."""
-    corpus_losses = {VALIDATION_OF + name: loss for name, loss in found.by_corpus.items()}
+    corpus_losses = {VALIDATION_OF + corpu_name: loss for corpu_name, loss in found.by_corpus.items()}
     return corpus_losses if found.loss is None else {VALIDATION: found.loss} | corpus_losses
 
 
@@ -204,14 +204,22 @@ def drop_non_finite(values: Mapping[str, float]) -> dict[str, float]:
 
 def values_shown(point: StepPoint) -> dict[str, float]:
     """What a step adds to the run's own curves. A refused one changed nothing: only its speed counts."""
-    values = drop_non_finite(point.values)
-    return values if point.applied else {k: v for k, v in values.items() if k.startswith("speed/")}
+    non_finite_values = drop_non_finite(point.values)
+    return (
+        non_finite_values
+        if point.applied
+        else {k: v for k, v in non_finite_values.items() if k.startswith("speed/")}
+    )
 
 
 def values_apart(point: StepPoint, group: str = "train") -> dict[str, float]:
     """What a step adds to the curves of refused or undone ones; group: in place of "train"."""
-    values = drop_non_finite(point.values)
-    return {f"{group}/{name.partition('/')[2]}": values[name] for name in APART if name in values}
+    non_finite_values = drop_non_finite(point.values)
+    return {
+        f"{group}/{name.partition('/')[2]}": non_finite_values[name]
+        for name in APART
+        if name in non_finite_values
+    }
 
 
 def by_statistic(values: Mapping[str, float]) -> dict[str, list[float]]:

@@ -64,7 +64,7 @@ def bench_stability(
     from megastable.config import recipe
 
     import_from_checkout("benchmarks")
-    config = recipe.load_recipe(
+    recipe_config = recipe.load_recipe(
         recipe_path, overrides or []
     )  # mistakes show before the slow import of DeepSpeed
     _form_group_of_one()
@@ -73,16 +73,20 @@ def bench_stability(
     from megastable.base.progress_bar import show_bar
     from megastable.engine import distributed
 
-    distributed.start_distributed(config.run.timeout, config.run.deterministic)
+    distributed.start_distributed(recipe_config.run.timeout, recipe_config.run.deterministic)
     with show_bar("measuring", steps_needed(rounds), unit="steps") as progress_bar:
-        found = measure_costs(config, rounds, progress_bar, progress_bar.print_line)
+        found_costs = measure_costs(recipe_config, rounds, progress_bar, progress_bar.print_line)
     distributed.stop_distributed()
     result_console = _console(as_json)
-    result_console.print(cost_table(found.costs))
-    result_console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
-    if found.disturbed:
-        result_console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
-    put_json(asdict(found), as_json, output)
+    result_console.print(cost_table(found_costs.costs))
+    result_console.print(
+        ", ".join(f"{key} {value}" for key, value in (found_costs.run | found_costs.machine).items())
+    )
+    if found_costs.disturbed:
+        result_console.print(
+            f"note: the guard did not simply pass {found_costs.disturbed} steps: measure again"
+        )
+    put_json(asdict(found_costs), as_json, output)
 
 
 @app.add_command(
@@ -210,18 +214,18 @@ def bench_training(
     distributed.start_distributed(run_config.run.timeout, run_config.run.deterministic)
     try:
         with show_bar("measuring", steps_needed(wanted_peers, rounds), unit="steps") as progress_bar:
-            found = measure_speed(
+            found_speed = measure_speed(
                 run_config, wanted_peers, rounds, apart, progress_bar, progress_bar.set_description,
                 seconds and seconds - (time.monotonic() - begin_time), write,
             )  # fmt: skip
     finally:
         distributed.stop_distributed()
     result_console = _console(as_json)
-    result_console.print(speed.speed_table(found))
-    about_text = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
-    for result_line in (*speed.describe_speed(found), about_text):
+    result_console.print(speed.speed_table(found_speed))
+    about_text = ", ".join(f"{key} {value}" for key, value in (found_speed.run | found_speed.machine).items())
+    for result_line in (*speed.describe_speed(found_speed), about_text):
         result_console.print(result_line, markup=False, highlight=False, soft_wrap=True)
-    put_json(asdict(found), as_json, output)
+    put_json(asdict(found_speed), as_json, output)
 
 
 def _on(device: str | None) -> str:
@@ -276,8 +280,14 @@ def bench_scaling(
         )
     else:
         error_console = _console(False, errors=True)
-        found = scaling.count_layouts(layouts or [], lambda text: error_console.print(f"counting: {text}"))
-        shown_table, result_tree, counts_differ = scaling.scaling_table(found), asdict(found), found.differs
+        found_layouts = scaling.count_layouts(
+            layouts or [], lambda text: error_console.print(f"counting: {text}")
+        )
+        shown_table, result_tree, counts_differ = (
+            scaling.scaling_table(found_layouts),
+            asdict(found_layouts),
+            found_layouts.differs,
+        )
     _console(as_json).print(shown_table)
     put_json(result_tree, as_json, output)
     if counts_differ:

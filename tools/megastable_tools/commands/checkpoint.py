@@ -53,9 +53,11 @@ def verify_checkpoints(paths: Annotated[list[Path], typer.Argument(help="Checkpo
     from megastable.report.sheet.output import Output
     from megastable_tools.convert import inspecting
 
-    found = inspecting.verify_checkpoints(paths, as_json)
-    Output(as_json, csv, html, rows, output=output).put_sheet(inspecting.verified_sheet(found))
-    raise typer.Exit(BAD_INPUT if any(verified_checkpoint.problems for verified_checkpoint in found) else 0)
+    found_checkpoints = inspecting.verify_checkpoints(paths, as_json)
+    Output(as_json, csv, html, rows, output=output).put_sheet(inspecting.verified_sheet(found_checkpoints))
+    raise typer.Exit(
+        BAD_INPUT if any(verified_checkpoint.problems for verified_checkpoint in found_checkpoints) else 0
+    )
 
 
 @app.add_command(

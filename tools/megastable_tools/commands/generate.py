@@ -53,8 +53,8 @@ def generate_text(
 
     from megastable_tools.generate.talk import Talk, Wishes, ask_line, read_prompt
 
-    text = read_prompt(prompt, prompt_file)
-    if text is None and as_json:
+    prompt_text = read_prompt(prompt, prompt_file)
+    if prompt_text is None and as_json:
         raise DataError("--json: give --prompt, --prompt-file or a pipe")
 
     from megastable_tools.generate.decode import Sampling
@@ -64,7 +64,7 @@ def generate_text(
     talk_wishes = Wishes(sampling, max_tokens, number, seed, tuple(stop or ()), past_eod, document_start)
     model_talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device, accept or ()), talk_wishes)
     rich_console = Console(highlight=False)
-    if text is not None:
-        model_talk.continue_once(text, rich_console, as_json)
+    if prompt_text is not None:
+        model_talk.continue_once(prompt_text, rich_console, as_json)
     else:
         model_talk.continue_lines(rich_console, ask_line)

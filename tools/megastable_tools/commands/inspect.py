@@ -67,8 +67,8 @@ def inspect_document(shard: Annotated[Path, typer.Argument(metavar="SHARD", help
     from megastable_tools.forensics.shard_set import open_shelf, prefix_of
 
     shard_shelf, runs = open_shelf([shard], tokenizer), [History(given_run) for given_run in run or ()]
-    found = document_sheet(shard_shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
-    Output(as_json, csv, html, rows, texts, output=output).put_sheet(found)
+    found_sheet = document_sheet(shard_shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
+    Output(as_json, csv, html, rows, texts, output=output).put_sheet(found_sheet)
 
 
 @app.add_command("run", examples="megastable inspect run runs/quickstart --json")

@@ -101,11 +101,11 @@ def lr_sensitivity(
     chosen_widths = tuple(_whole(widths, "--widths")) if widths else size_preset.widths
     mup_overrides = (f"model.mup.base_width={min(chosen_widths)}",) if mup else ()
     common = (*lr_study.common_overrides(path, size_preset, overrides or []), *mup_overrides)
-    config = recipe.load_recipe(path, common)
+    recipe_config = recipe.load_recipe(path, common)
     edge_seed_count = size_preset.edge_seeds if edge_seeds is None else edge_seeds
     grid = lr_study.LrGrid(
-        path, config, common, chosen_widths, tuple(_rates(rates)) if rates else size_preset.rates,
-        named(interventions or size_preset.interventions, config.model), tuple(range(1, seeds + 1)),
+        path, recipe_config, common, chosen_widths, tuple(_rates(rates)) if rates else size_preset.rates,
+        named(interventions or size_preset.interventions, recipe_config.model), tuple(range(1, seeds + 1)),
         tuple(range(seeds + 1, seeds + 1 + edge_seed_count)), margin,
     )  # fmt: skip
     grid.check_trials()
@@ -113,7 +113,7 @@ def lr_sensitivity(
     folder = output or STUDIES / (f"lr-sensitivity-{path.stem}{size_suffix}{'-mup' if mup else ''}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with StudyDirectory.open_locked(
-        folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult
+        folder, identity_of("lr-sensitivity", recipe_config, grid.axes), TrialResult
     ) as study:
         with show_bar(
             "training", len(study.list_missing(t.name for t in grid.whole_trials())), as_json, "runs"
@@ -123,7 +123,9 @@ def lr_sensitivity(
             )
         study_facts = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
         study_report = lr_study.make_report(grid, curves, study_facts)
-        _present(study_report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
+        _present(
+            study_report, f"{path.name}, {recipe_config.train.steps} steps", study.root, picture, as_json
+        )
 
 
 @app.add_command(

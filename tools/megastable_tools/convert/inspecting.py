@@ -103,14 +103,14 @@ def find_good_checkpoint(path: Path, silent: bool = False) -> Path:
     """The verified checkpoint that `path` names: for a run its newest good one. Raises CheckpointError."""
     named_checkpoints = checkpoints_of(path)
     problems: tuple[str, ...] = ()
-    for checkpoint in named_checkpoints:
-        ruling = markers.read_bad_ruling(checkpoint) if len(named_checkpoints) > 1 else None
+    for named_checkpoint in named_checkpoints:
+        ruling = markers.read_bad_ruling(named_checkpoint) if len(named_checkpoints) > 1 else None
         if ruling is not None:
             problems = (ruling.reason,)
         else:
-            problems = verify_checkpoints([checkpoint], silent)[0].problems
+            problems = verify_checkpoints([named_checkpoint], silent)[0].problems
         if not problems:
-            return checkpoint
+            return named_checkpoint
         if len(named_checkpoints) > 1:
             print(f"skipped: {make_visible(problems[0])}", file=sys.stderr)
     more_text = f" ({count_noun(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""

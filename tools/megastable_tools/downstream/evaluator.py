@@ -308,10 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments("megastable_tools.downstream.evaluator", __doc__, arguments)
     spare_output()
     with user_errors():
-        config = recipe.load_recipe(args.recipe, args.overrides)
-        if config.eval.command is None:
+        recipe_config = recipe.load_recipe(args.recipe, args.overrides)
+        if recipe_config.eval.command is None:
             raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
-        evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
+        evaluator = Evaluator(recipe_config, RunDirectory(args.run), args.parent)
 
         def leave(number: int, frame: FrameType | None) -> None:
             evaluator.leaving = True

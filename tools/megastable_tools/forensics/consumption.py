@@ -56,9 +56,9 @@ def run_sheet(history: History) -> Sheet:
     for index, corpus in enumerate(order.corpora):
         out_ranges = Skips.from_ranges([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
         skipped_samples = sum(
-            order.samples_before(min(end, cursor))[index] - order.samples_before(first)[index]
-            for first, end in out_ranges
-            if first < cursor
+            order.samples_before(min(range_end, cursor))[index] - order.samples_before(range_first)[index]
+            for range_first, range_end in out_ranges
+            if range_first < cursor
         )
         read_samples = samples_given[index] - skipped_samples
         corpus_rows.append({
@@ -105,7 +105,9 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
     named_positions = selection.named_between(0, history.cursor)
     skipped_ranges = selection.positions.union(Skips.from_numbers(named_positions))
     inner_ranges = skipped_ranges.ranges_between(0, history.cursor)
-    short_ranges = [(begin, end) for begin, end in inner_ranges if end - begin <= FEW]
+    short_ranges = [
+        (range_begin, range_end) for range_begin, range_end in inner_ranges if range_end - range_begin <= FEW
+    ]
     steps_read = history.find_steps_that_read(numbers_of(short_ranges), done)
     read_ranges = [(position, position + 1) for _, read in steps_read for position in read.tolist()]
     return Skips.from_ranges([*skipped_ranges.gaps().ranges, *read_ranges]).gaps().ranges

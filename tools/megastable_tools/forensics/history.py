@@ -200,7 +200,9 @@ class History:
         usable_selection, ledger_problems = ledger.select_usable(
             self.run.skips, library.source.order, self.config.data.skip
         )
-        self.problems += [problem for problem in ledger_problems if problem not in self.problems]
+        self.problems += [
+            ledger_problem for ledger_problem in ledger_problems if ledger_problem not in self.problems
+        ]
         return usable_selection
 
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:

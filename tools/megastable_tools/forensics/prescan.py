@@ -293,7 +293,9 @@ class Scout:
         """Number of samples from `begin` on skipped by an earlier scan, or by this one before a rewind."""
         look_events = self.run.iterate_events(LookedAhead)
         skipped_ranges = [skipped_range for event in look_events for skipped_range in event.positions]
-        return sum(end - first for first, end in skipped_ranges if first >= self.begin)
+        return sum(
+            range_end - range_first for range_first, range_end in skipped_ranges if range_first >= self.begin
+        )
 
     def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
         """The samples with enough corrupt tokens, by position."""

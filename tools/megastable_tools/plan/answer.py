@@ -190,7 +190,9 @@ def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[
     """The configuration with a size of the vocabulary, and where that comes from."""
     size, said = given or config.model.vocab_size, "as --vocab says" if given else "the recipe's"
     corpus_folders = [recipe.find_recipe(corpus.path) for corpus in config.data.corpora]
-    if prepared_folders := [folder for folder in corpus_folders if (folder / "manifest.json").is_file()]:
+    if prepared_folders := [
+        corpus_folder for corpus_folder in corpus_folders if (corpus_folder / "manifest.json").is_file()
+    ]:
         from megastable.data.manifest import Manifest
 
         of_corpus = [(Manifest.load_manifest(f).tokenizer.vocab_size, f) for f in prepared_folders]
@@ -363,7 +365,9 @@ def in_days(days: float) -> str:
 
 def in_short(number: float) -> str:
     """7.24B, 125M."""
-    unit_size, unit_letter = next((pair for pair in SHORT_UNITS if number >= pair[0]), (1.0, ""))
+    unit_size, unit_letter = next(
+        (short_unit for short_unit in SHORT_UNITS if number >= short_unit[0]), (1.0, "")
+    )
     return f"{number / unit_size:.3g}{unit_letter}"
 
 

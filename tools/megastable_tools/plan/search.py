@@ -217,8 +217,8 @@ def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutP
     near_batches = {divided_count * max(1, round(batch / divided_count)) for divided_count in sample_ranks}
     for near_batch in sorted(near_batches, key=lambda n: abs(n - batch))[:3]:
         train = config.train.model_copy(update={"global_batch": near_batch})
-        found = search_layouts(config.model_copy(update={"train": train}), gpus, cluster)
-        if best_plans := found.list_best():
+        found_layouts = search_layouts(config.model_copy(update={"train": train}), gpus, cluster)
+        if best_plans := found_layouts.list_best():
             return best_plans[0]
     return None
 
@@ -228,7 +228,7 @@ def _factors(config: RunConfig, gpus: int) -> bool:
     m, global_batch = config.model, gcd(*config.batches.values)
     divisors = list_divisors(global_batch)
     shared_ranks = {heads * samples for heads in list_divisors(m.heads) for samples in divisors}
-    return any(gpus % n == 0 and gpus // n <= m.layers for n in shared_ranks)
+    return any(gpus % shared_rank == 0 and gpus // shared_rank <= m.layers for shared_rank in shared_ranks)
 
 
 Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, zero
@@ -346,4 +346,4 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
 def list_divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     low_divisors = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*low_divisors, *(number // n for n in low_divisors)}))
+    return tuple(sorted({*low_divisors, *(number // low_divisor for low_divisor in low_divisors)}))

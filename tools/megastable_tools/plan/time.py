@@ -300,7 +300,9 @@ class _Prediction:
             block_operations = list(blocks)
             if self.others.scores:
                 block_operations.append(work.count_score_work(self.sizes))
-            self._blocks[kind] = [(o, self._seconds(o)) for o in block_operations]
+            self._blocks[kind] = [
+                (block_operation, self._seconds(block_operation)) for block_operation in block_operations
+            ]
         return self._blocks[kind]
 
     def _seconds(self, o: Operation) -> float:
@@ -402,7 +404,9 @@ class _Prediction:
 
     def _traffic(self, stage: int) -> Iterator[Traffic]:
         all_terms = self._terms(stage)
-        for group in dict.fromkeys(term.group for term in all_terms if self.members[term.group] > 1):
+        for group in dict.fromkeys(
+            all_term.group for all_term in all_terms if self.members[all_term.group] > 1
+        ):
             terms = [term for term in all_terms if term.group == group]
             link, ranks = self.links[group].name, self.members[group]
             yield Traffic(group, link, ranks, self._sent(terms), self._moving(terms))
@@ -459,7 +463,7 @@ def find_crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossin
     own_rate, far = cluster.network.gb_per_second * 1e9 * e.network, cluster.network.latency_us * 1e-6
     rank_stride, group_size, first_ranks = _stride(group, layout)
     found = []
-    for base in sorted({rank % per for rank in first_ranks}):
+    for base in sorted({first_rank % per for first_rank in first_ranks}):
         hosts = Counter(rank // per for rank in range(base, base + group_size * rank_stride, rank_stride))
         together = min(hosts.values())
         if len(hosts) == 1:

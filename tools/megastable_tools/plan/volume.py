@@ -350,7 +350,7 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     p, e, micro_batches = config.parallel, count_element_bytes(config), count_micro_batches(config, data)
     group_sizes = [group.sizes for group in parameter_groups(config, held)]
     if p.zero == 3:
-        gradients = sum(round_up(n, data) for group in group_sizes for n in group) * FP32
+        gradients = sum(round_up(n, data) for group_size in group_sizes for n in group_size) * FP32
         return [
             *_gathered(config, data, held, settings),
             Term("gradients", "data", "reduce-scatter", gradients, micro_batches),

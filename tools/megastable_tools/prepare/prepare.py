@@ -225,7 +225,7 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     # A text may have the token that ends documents, or begins them, where that is a piece of one character, a byte or
     # the unknown piece, which cannot be taken from texts.
     for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
-        if token is not None and any((document == token).any() for document in document_ids):
+        if token is not None and any((document_id == token).any() for document_id in document_ids):
             raise DataError(
                 f"the token {token} ({tokenizer.spell_token(token)!r}), which {does} documents ({option}), is in "
                 f"the text of a document, too: {tokenizer.file.name} needs it for texts. "

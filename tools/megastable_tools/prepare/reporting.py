@@ -72,12 +72,12 @@ def tell_counts(
 ) -> list[str]:
     """One text per reason: count, reason and the first names. where_all: added after "N more"."""
     texts = []
-    for reason, count in counts.items():
-        text = f"{count:,} {reason}"
+    for count_reason, count in counts.items():
+        text = f"{count:,} {count_reason}"
         if count == 1:  # "binary file", "hidden file or folder"
-            parts = reason.split(" and ")
+            parts = count_reason.split(" and ")
             text = "1 " + " or ".join(NOUN.sub(r"\1", part, count=part.count(",") + 1) for part in parts)
-        if names := files.get(reason):
+        if names := files.get(count_reason):
             names_left = len(names) - NAMES_SHOWN
             more = f", and {names_left:,} more{where_all}" if names_left > 0 else ""
             text += f" ({', '.join(map(make_visible, names[:NAMES_SHOWN]))}{more})"

@@ -235,7 +235,9 @@ def _deviation(step: int, one: _Whole, other: _Whole) -> Deviation:
 
 
 def _of_losses(step: int, one: Ranks, other: Ranks) -> Iterator[Deviation]:
-    mine, second_losses = (next((t.losses for t in run_ranks if t.losses), ()) for run_ranks in (one, other))
+    mine, second_losses = (
+        next((run_rank.losses for run_rank in run_ranks if run_rank.losses), ()) for run_ranks in (one, other)
+    )
     if len(mine) != len(second_losses):
         share_apart = abs(len(mine) - len(second_losses)) / len(mine)
         yield Deviation(step, LOSSES, "elements", len(mine), len(second_losses), share_apart)

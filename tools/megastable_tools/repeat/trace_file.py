@@ -278,9 +278,9 @@ class PlantSpot(BaseModel):
             last_rank = len(ranks) - 1
             raise ConfigError(f"--plant: there is no rank {self.rank}: they are 0 to {last_rank} in this run")
         chosen_ranks = range(len(ranks)) if self.rank is None else [self.rank]
-        for rank in chosen_ranks:
-            if (operation := self._on(ranks[rank])) is not None:
-                return TracePoint.of(operation, self.step, rank)
+        for chosen_rank in chosen_ranks:
+            if (operation := self._on(ranks[chosen_rank])) is not None:
+                return TracePoint.of(operation, self.step, chosen_rank)
         if others := [rank for rank, rank_trace in enumerate(ranks) if self._on(rank_trace) is not None]:
             raise ConfigError(
                 f"--plant: rank {self.rank} has no {self.name!r}; others have, for example rank {others[0]}"

@@ -79,7 +79,7 @@ def measure_coordinates(recipe: str, overrides: tuple[str, ...], steps: int, out
     probe_batch = batches[0]
     first_activations, step_losses = record_activations(engine, config, probe_batch), list[float]()
     rms_by_place = {place: [_rms(x)] for place, x in first_activations.items()}
-    change_by_place = {place: [0.0] for place in first_activations}
+    change_by_place = {first_activation: [0.0] for first_activation in first_activations}
     for batch in batches:
         measured, _ = engine.train_step(batch, config.optimizer.lr, lambda measured: measured.finite)
         step_losses.append(measured.loss)

@@ -178,7 +178,7 @@ def find_trends(curves: Sequence[LrCurve]) -> list[Trend]:
     trends_found = []
     for intervention_name in dict.fromkeys(curve.intervention for curve in curves):
         own_curves = [curve for curve in curves if curve.intervention == intervention_name]
-        log_widths = [math.log2(curve.width) for curve in own_curves]
+        log_widths = [math.log2(own_curve.width) for own_curve in own_curves]
         width_optima = [
             (w, find_optimum(curve.mean)) for w, curve in zip(log_widths, own_curves, strict=True)
         ]
@@ -266,8 +266,8 @@ class LrGrid:
 
     def at_the_edges(self, curves: Sequence[LrCurve]) -> list[Trial]:
         return [
-            self.make_trial(curve.intervention, curve.width, rate, seed)
-            for curve in sorted(curves, key=lambda curve: -curve.width) for seed in self.edge_seeds
+            self.make_trial(curve.intervention, curve.width, rate, edge_seed)
+            for curve in sorted(curves, key=lambda curve: -curve.width) for edge_seed in self.edge_seeds
             for rate in find_edge_rates(curve.mean, self.margin)
         ]  # fmt: skip
 
@@ -321,7 +321,7 @@ def run_grid(
     """Run what is missing, and return the curves. more: told of further trials, once the edges are known."""
     curves = grid.make_curves(run_missing(study, grid.path, grid.whole_trials(), jobs, watch))
     edge_trials = grid.at_the_edges(curves)
-    more(len(study.list_missing(trial.name for trial in edge_trials)))
+    more(len(study.list_missing(edge_trial.name for edge_trial in edge_trials)))
     run_missing(study, grid.path, edge_trials, jobs, watch)
     return grid.make_curves(study.results)
 
@@ -382,7 +382,7 @@ def make_report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) 
         mean_losses, usable_rates = curve.mean, find_usable_rates(curve.mean, grid.margin)
         curve_rows.append({
             "intervention": curve.intervention, "width": curve.width, "parameters": curve.parameters,
-            "losses": [{"rate": rate, "loss": loss} for rate, loss in mean_losses.items()],
+            "losses": [{"rate": loss_rate, "loss": loss} for loss_rate, loss in mean_losses.items()],
             "best_loss": min(mean_losses.values()), "best_rate": asdict(find_optimum(mean_losses)),
             "lr_sensitivity": curve.sensitivities, "usable": asdict(usable_rates) | {"factor": usable_rates.factor},
             "highest_by_seed": dict(zip(map(str, curve.results), curve.highest_rates(grid.margin), strict=True)),

@@ -237,8 +237,10 @@ class ZeroState:
         if len(self.shapes) != sum(map(len, shape_groups)):
             raise CheckpointError(f"{model_files[0]}: a parameter lies in two groups of the optimizer")
         held = [
-            _mapping(_mapping(unpickle.load_pickle(path), path).get("optimizer_state_dict"), path)
-            for path in rank_files
+            _mapping(
+                _mapping(unpickle.load_pickle(rank_file), rank_file).get("optimizer_state_dict"), rank_file
+            )
+            for rank_file in rank_files
         ]
         first = held[0]
         named_stage = int(unpickle.parse_number(first.get("zero_stage")) or 1)

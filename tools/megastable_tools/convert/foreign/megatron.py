@@ -397,7 +397,9 @@ def to_their_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
         return whole
     k, head_width = config.key_value_heads, config.head_width
     fused_parts = whole.split((config.heads * head_width, k * head_width, k * head_width))
-    return torch.cat([part.view(k, -1, *whole.shape[1:]) for part in fused_parts], 1).reshape(whole.shape)
+    return torch.cat([fused_part.view(k, -1, *whole.shape[1:]) for fused_part in fused_parts], 1).reshape(
+        whole.shape
+    )
 
 
 def to_our_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:

@@ -113,7 +113,7 @@ def to_hf(
     run = run.model_copy(update={"model": without_mup(scaled)})
     found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
     all_parts = [part for parts in map_tensor_names(run.model).values() for part in parts]
-    entries = [(part.name, DTYPES[dtype], part.shape) for part in all_parts]
+    entries = [(all_part.name, DTYPES[dtype], all_part.shape) for all_part in all_parts]
     planned_files = plan_weight_files(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,

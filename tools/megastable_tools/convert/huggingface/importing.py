@@ -99,12 +99,12 @@ def run_from(
             f"model.sequence_length={length} in {base}: the model of {folder.path} supports up to {longest} "
             "(max_position_embeddings): set model.sequence_length to that or less"
         )
-    folder_settings = {key: value for key, value in folder.sizes.items() if key not in OWN}
+    folder_settings = {size_key: value for size_key, value in folder.sizes.items() if size_key not in OWN}
     recipe_tree = wanted.model_dump(mode="json")
     notes = [
-        f"model.{key}: {getattr(wanted.model, key)} in {base}, {value} in {folder.path}: using the folder's"
-        for key, value in folder_settings.items()
-        if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
+        f"model.{key}: {getattr(wanted.model, key)} in {base}, {setting_value} in {folder.path}: using the folder's"
+        for key, setting_value in folder_settings.items()
+        if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (setting_value, None)
     ]
     theirs, ours = folder.settings["architectures"][0], architecture_of(folder.config).name
     if theirs != ours:

@@ -280,7 +280,7 @@ def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, R
     if len(set(scalings.values())) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters disagree: correct one")
     if len(set(rope_bases.values())) > 1:
-        bases_text = " and ".join(f"{key}={value}" for key, value in rope_bases.items())
+        bases_text = " and ".join(f"{key}={base_value}" for key, base_value in rope_bases.items())
         raise CheckpointError(f"{where}: {bases_text} disagree: correct one")
     default_base: float = kind.defaults.get("rope_theta", THETA)
     return next(iter(rope_bases.values()), default_base), next(iter(scalings.values()), None)

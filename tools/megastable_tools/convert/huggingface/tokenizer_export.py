@@ -125,12 +125,14 @@ def list_text_rules(content: Json) -> list[Json]:
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
     sample_texts, problems = make_sample_texts(tokenizer), list[str]()
     begin_ids = [] if tokenizer.bos is None else [tokenizer.bos]
-    for sample in sample_texts:
-        ours, theirs = [*begin_ids, *tokenizer.encode(sample)], model.encode(sample).ids
+    for sample_text in sample_texts:
+        ours, theirs = [*begin_ids, *tokenizer.encode(sample_text)], model.encode(sample_text).ids
         if ours != theirs:
             pairs = enumerate(zip_longest(ours, theirs, fillvalue="none"))
             at, (our_id, their_id) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-            problems.append(f"of the text {sample[:60]!r} the token {at} is {our_id} and would be {their_id}")
+            problems.append(
+                f"of the text {sample_text[:60]!r} the token {at} is {our_id} and would be {their_id}"
+            )
     return f"{problems[0]} ({len(problems)} of {len(sample_texts)} texts differ)" if problems else ""
 
 

@@ -117,7 +117,7 @@ def open_incident(history: History, number: int) -> CourtCase:
     named_parts = [np.empty(0, np.int64)]
     for naming_time, skipped_ranges, deferred_ranges in named_when(told_events):
         named_ranges = (*skipped_ranges, *deferred_ranges)
-        if sum(end - first for first, end in named_ranges) > MOST:
+        if sum(range_end - range_first for range_first, range_end in named_ranges) > MOST:
             raise DataError(f"{history.run.root}: incident {number} has more than {MOST:,} samples")
         order_then = history.library_at(naming_time).source.order
         named_parts += [
@@ -295,7 +295,7 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     assert vocabulary is not None, "a frozen recipe has it"
     read = case.library.source.read_samples
     text_positions = data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming
-    texts = [read(positions).astype(np.int32) for positions in text_positions]
+    texts = [read(text_position).astype(np.int32) for text_position in text_positions]
     repetition = find_repetition(*texts)
     verdict = judge_branches(outcomes, losses_before, choice, vocabulary, data.suspects.size, repetition)
     replay_difference = float(np.max(np.abs(replayed_losses - case.losses), initial=0.0))

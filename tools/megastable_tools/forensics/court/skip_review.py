@@ -84,7 +84,9 @@ def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int)
     """The groups that are skipped now, by their incidents. selection: what the whole ledger leaves."""
     by_others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={})).sequences
     named_entries = ledger.by_identity.ever.entries
-    incident_numbers = {entry.incident for entry in named_entries if entry.incident is not None}
+    incident_numbers = {
+        named_entry.incident for named_entry in named_entries if named_entry.incident is not None
+    }
     skip_groups = []
     for incident_number in sorted(incident_numbers):
         incident_lines = ledger.of_incident(incident_number).by_identity.ever

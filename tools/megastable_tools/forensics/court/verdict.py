@@ -100,7 +100,9 @@ def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Can
     impossible = ADJUSTMENTS.difference(adjustments) | (
         {"leave_fp8"} if config.precision.fp8 is None else set()
     )
-    possible_candidates = [candidate for candidate in all_candidates if candidate.name not in impossible]
+    possible_candidates = [
+        all_candidate for all_candidate in all_candidates if all_candidate.name not in impossible
+    ]
     return sorted(possible_candidates, key=lambda candidate: ORDER.index(candidate.name))
 
 

@@ -230,11 +230,15 @@ def _at(
     positions = positions[source.order.locate_samples(positions).corpus == own_indexes[0]]
     parts: dict[tuple[str, int], list[tuple[int, DocumentPart]]] = {}
     for position, position_parts in parts_by_position(source, positions).items():
-        for part in position_parts:
-            parts.setdefault((part.document.shard, part.document.document), []).append((position, part))
+        for position_part in position_parts:
+            parts.setdefault((position_part.document.shard, position_part.document.document), []).append(
+                (position, position_part)
+            )
     for part_key, document_parts in parts.items():
         sample_positions = sorted({position for position, _ in document_parts})
-        places_text = show_ranges([(position, position + 1) for position in sample_positions], most=3)
+        places_text = show_ranges(
+            [(sample_position, sample_position + 1) for sample_position in sample_positions], most=3
+        )
         reason_text = f"{evidence}: in {count_noun(len(sample_positions), 'sample')}, at {places_text}"
         inside_spans = [part.own_span for _, part in document_parts]
         yield Why(*part_key, reason_text, document_parts[0][1].first_token, inside_spans if spans else None)

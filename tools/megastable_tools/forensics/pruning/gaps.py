@@ -56,7 +56,11 @@ class CutDocument:
     def spans(self) -> list[Span]:
         """Its removed tokens, as [first, end) of the document."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
-        return [(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True) if first < end]
+        return [
+            (range_first, range_end)
+            for range_first, range_end in zip(edges[::2], edges[1::2], strict=True)
+            if range_first < range_end
+        ]
 
     @property
     def left(self) -> int:
@@ -197,7 +201,7 @@ class Gaps:
         """How many tokens nearer to the beginning a document lies without what is removed before it."""
         whole_tokens = self.tokens[: np.searchsorted(self.documents, document)].sum()
         earlier_cuts = self.cuts[: np.searchsorted(self._cut, document)]
-        return int(whole_tokens) + sum(cut.tokens - cut.left for cut in earlier_cuts)
+        return int(whole_tokens) + sum(earlier_cut.tokens - earlier_cut.left for earlier_cut in earlier_cuts)
 
     def renumber_documents(self, first: int, count: int) -> Int64s:
         """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
@@ -258,6 +262,6 @@ def _run_of_piece(piece: RemainingPiece, tokens: npt.NDArray[np.integer], gaps: 
     opening_ids = [gaps.bos] if piece.opened and gaps.bos is not None else []
     closing_ids = [gaps.eod] if piece.closed else []
     framed_parts = (opening_ids, tokens[piece.first : piece.end], closing_ids)
-    framed_tokens = np.concatenate([np.array(some, tokens.dtype) for some in framed_parts])
+    framed_tokens = np.concatenate([np.array(framed_part, tokens.dtype) for framed_part in framed_parts])
     lengths, modes = np.array(piece.lengths, np.int32), np.array(piece.modes, np.int8)
     return RemainingRun(framed_tokens, lengths, modes, np.array([len(piece.lengths)]))

@@ -410,7 +410,9 @@ def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: Tok
         if edges != sorted(edges):
             raise DataError(damage_text)
         removed_spans = zip(edges[::2], edges[1::2], strict=True)
-        spans[document_number] = [(begin, end) for begin, end in removed_spans if begin < end]
+        spans[document_number] = [
+            (range_begin, range_end) for range_begin, range_end in removed_spans if range_begin < range_end
+        ]
     shard_gaps = Gaps.of_shard(shard, old[found.new < 0], spans, tokenizer.eod, tokenizer.bos)
     expected_rows = Rows.of_gaps(0, shard.documents, shard_gaps)
     if not all(map(np.array_equal, found.columns, expected_rows.columns)):

@@ -91,7 +91,9 @@ class Pruned(BaseModel):
         gone = gone_text(self.documents, self.tokens, self.cut, self.added)
         left = f"{count_noun(self.documents_left, 'document')} and {count_noun(self.tokens_left, 'token')} are left"
         lost_shards = [cut.shard for cut in self.shards if not cut.left]
-        lost = "".join(f"\nthe shard {shard} is gone: nothing of it remained" for shard in lost_shards)
+        lost = "".join(
+            f"\nthe shard {lost_shard} is gone: nothing of it remained" for lost_shard in lost_shards
+        )
         return f"{gone}, {left}{lost}"
 
     def add_seal(self) -> Pruned:
@@ -141,7 +143,11 @@ def gone_text(documents: int, tokens: int, cut: int, added: int) -> str:
 def add_removed(digest: Digest, shard: str, gaps: Gaps) -> None:
     """Add what is removed from a shard to the digest of `Pruned.removed`."""
     lines = [f"{shard} {document_number}\n" for document_number in gaps.documents.tolist()]
-    lines += [f"{shard} {cut.number} {first}:{end}\n" for cut in gaps.cuts for first, end in cut.spans]
+    lines += [
+        f"{shard} {cut.number} {range_first}:{range_end}\n"
+        for cut in gaps.cuts
+        for range_first, range_end in cut.spans
+    ]
     digest.update("".join(lines).encode())
 
 

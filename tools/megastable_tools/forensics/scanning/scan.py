@@ -121,7 +121,9 @@ def scan_shards(
     shelf_warnings = _compare(shelf, against)
     # The sizes and times of all files, as a manifest does not show later changes of a file.
     all_shards = [*shelf.shards, *(against.shards if against else ())]
-    shard_stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in all_shards]
+    shard_stamps = [
+        (all_shard.name, stamp_of(all_shard.bin_path.with_name(all_shard.name))) for all_shard in all_shards
+    ]
     asked_settings = {
         "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",

@@ -87,7 +87,7 @@ def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> st
         if len(id_run) and known[id_run[0]]:
             text_parts += [text_span.text for text_span in split_at_tokens(run_ids, tokenizer)]
         else:
-            text_parts += [f"[{token}]" for token in run_ids]
+            text_parts += [f"[{run_id}]" for run_id in run_ids]
     return "".join(text_parts)
 
 
