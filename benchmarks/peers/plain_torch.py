@@ -103,13 +103,17 @@ class PlainGPT(nn.Module):
         self.cos, self.sin = angle.cos(), angle.sin()
         return self
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def compute_logits(self, tokens: Tensor) -> Tensor:
+        """fp32 [b * s, vocabulary]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         x = self.final_norm(x)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        logits = logits.float().flatten(0, 1)[:, : self.config.vocab_size]  # padding is no token
+        return logits.float().flatten(0, 1)[:, : self.config.vocab_size]  # padding is no token
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.compute_logits(tokens)
         loss = F.cross_entropy(logits, labels.flatten())
         if self.config.z_loss:
             loss = loss + self.config.z_loss * logits.logsumexp(-1).square().mean()
