@@ -212,7 +212,7 @@ class BackAndSkip(SigmaSkip):
 
 class KillLossSpike(Watcher):
     """llm-foundry's callback: more than 4 steps in a row above twice the mean of the last 100, or a mean above 10. A
-    loss that is not finite ends a run, too. Then from the last checkpoint, every 50 steps, behind the data that was read."""
+    loss that is not finite ends a run, too. Then from the last checkpoint, every 50 steps, behind the data read."""
 
     name, title = "kill-loss-spike", "llm-foundry's KillLossSpike, restarted"
 
