@@ -3,7 +3,7 @@
 The probe is the losses of a few samples that are never trained on. They are the same at every look, so what differs is
 the model: the difference of two looks has hardly any noise. While a run learns they get easier, ever more slowly. A
 model that is worse on them than that lets expect is damaged, or learns something else; which of the two, replays decide
-(attribution/trials.py).
+(trials.py).
 
 Tensors: an update moves a weight by about the rate, so the norm of a tensor changes slowly, and each tensor has a pace
 of its own. Adam's second moments forget no faster than beta2 lets them. What breaks one of the two is not the work of

@@ -151,7 +151,7 @@ class PolicyConfig(Section):
     5.1: about 20 rewinds); more means that the cause is not the data. A spent budget pauses the remedy, not the run,
     which trains on with refusals only and alerts a person.
 
-    Which remedy is taken, `remedies`, is decided by trying them (attribution/trials.py).
+    Which remedy is taken, `remedies`, is decided by trying them (megastable_guard/trials.py).
     """
 
     discards: PositiveInt = 4

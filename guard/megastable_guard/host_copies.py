@@ -109,6 +109,11 @@ class HostCopies:
         self._kept: list[StateCopy] = []
 
     @property
+    def newest(self) -> Sequence[StateCopy]:
+        """The newest first."""
+        return self._kept[::-1]
+
+    @property
     def steps(self) -> list[int]:
         """Ascending."""
         return [kept_copy.step for kept_copy in self._kept]
@@ -140,15 +145,18 @@ class HostCopies:
         self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step < onset]
         if not self._kept:
             raise LookupError(f"there is no copy from before step {onset}")
-        kept_copy = self._kept[-1]
+        self.restore_copy(self._kept[-1])
+        return self._kept[-1]
+
+    def restore_copy(self, kept_copy: StateCopy) -> None:
+        """Restore one of the copies."""
         if len(kept_copy.moments) != len(self._parameters()):
             raise RuntimeError(
                 "the optimizer has other parameters than when its state was copied: after add_param_group begin with a "
                 "new Guard"
             )
+        self.restore_weights(kept_copy)
         with torch.no_grad():
-            for name, tensor in self.model.named_parameters():
-                local_part(tensor).copy_(kept_copy.weights[name])
             for parameter, moments in zip(self._parameters(), kept_copy.moments, strict=True):
                 self._restore_moments(parameter, moments)
         for group, settings in zip(self.optimizer.param_groups, kept_copy.groups, strict=True):
@@ -159,10 +167,15 @@ class HostCopies:
                     group[setting_key] = copy.deepcopy(setting_value)
         for name, other in self.others.items():
             other.load_state_dict(copy.deepcopy(kept_copy.others[name]))
-        restore_buffers(self.model, kept_copy.forward)
         restore_random_states(kept_copy.forward.random)
         self.optimizer.zero_grad(set_to_none=True)
-        return kept_copy
+
+    def restore_weights(self, kept_copy: StateCopy) -> None:
+        """Weights and buffers alone: to measure by."""
+        with torch.no_grad():
+            for name, tensor in self.model.named_parameters():
+                local_part(tensor).copy_(kept_copy.weights[name])
+        restore_buffers(self.model, kept_copy.forward)
 
     def _restore_moments(self, parameter: Tensor, moments: Mapping[str, Any]) -> None:
         """In place where there are tensors already: a compiled or captured update refers to them."""

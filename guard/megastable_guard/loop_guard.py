@@ -9,7 +9,10 @@
     elif verdict.rewind:
         data.seek(guard.rewind(), defer=guard.deferred)  # weights, moments, scheduler and random states are restored
 
-What it decides is the pure `StepJudge`; what it keeps, `HostCopies`.
+Where it knows the ids of the samples (`check(sample_ids=)`) and a function that measures them (`use_replay`), it names
+the bad ones, and tries whether they harm: `guard.skipped`.
+
+What it decides is the pure `StepJudge`; what it keeps, `HostCopies`; what it examines, `SampleExaminer`.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable_guard.actions import Action, Cause, Decision, Signals, Verdict
+from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
 from megastable_guard.random_states import restore_random_states
+from megastable_guard.sample_examiner import (
+    ReadStep,
+    Replay,
+    SampleExaminer,
+    WindowRemedy,
+    choose_sample_remedy,
+)
 from megastable_guard.step_judge import GuardState, StepJudge
+from megastable_guard.trials import HarmTrial
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,9 @@ class Guard:
         self.step = 0  # of the last check
         self.updates = 0  # applied ones
         self.journal = Path(run_dir) / "journal.jsonl" if run_dir is not None else None
-        self.deferred: list[int] = []  # steps whose data the last rewind leaves for later
+        # Of the last verdict: steps whose data is left for later, and ids of bad samples.
+        self.deferred, self.skipped = list[int](), list[int]()
+        self.samples, self._cleared = SampleExaminer(model, self.copies), 0
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
@@ -100,20 +114,50 @@ class Guard:
             self._forward, self._awaits_forward = read_forward_state(self.model), False
             self._sees_forward = True
 
+    def use_replay(
+        self, replay: Replay, at_once: int = 1, ahead: Callable[[int], Sequence[int]] | None = None
+    ) -> None:
+        """Name bad samples, and try whether they harm, by the loop's own function.
+
+        Args:
+            replay: from ids, to the mean loss of each sample, [n], nats per token, of the model as it stands: in its
+                present mode (evaluation to measure, training in a trial), with gradients where they are enabled, in the
+                loop's own precision. It is called on every rank, each with other ids.
+            at_once: ids that a call is given: as many as a micro-batch has.
+            ahead: from a count, to the ids that this rank reads next, such as `SkippableSampler.look_ahead`: a bad
+                region is followed to its end, and trials are measured on the data to come.
+        """
+        self.samples.replay, self.samples.at_once, self.samples.ahead = replay, at_once, ahead
+
     def check(
-        self, *, loss: float | Tensor, grad_norm: float | Tensor | None = None, weight: float = 1.0
-    ) -> StepVerdict:
+        self, *, loss: float | Tensor, grad_norm: float | Tensor | None = None, weight: float = 1.0,
+        sample_ids: Sequence[int] | Tensor | None = None, sample_losses: Sequence[float] | Tensor | None = None,
+    ) -> StepVerdict:  # fmt: skip
         """Judge an update before it is made: after backward, once a step on every rank.
+
+        Where its samples are known, a refused update leaves the bad ones in `skipped`, and its step in `deferred`: of
+        that the others may be read later, by `sampler.seek(verdict.step, trained=verdict.step, skip=guard.skipped,
+        defer=guard.deferred)`. Otherwise both are empty.
 
         Args:
             loss: mean of this rank's part of the batch, nats per token.
             grad_norm: L2 norm of the gradient of the whole batch before clipping; None: it is measured here.
             weight: of this rank's part in the mean, such as its number of tokens.
+            sample_ids: of this rank's part of the batch, [n], of all micro-batches; on all ranks or on none.
+            sample_losses: of these in the forward pass, [n], nats per token; on all ranks, in every step, or on none. A
+                refused update is examined by them, without a replay.
         """
         if self._awaits_forward and self._sees_forward:  # there was none in this step
             self._forward = read_forward_state(self.model)
         gradient_norm = self._measure_norm() if grad_norm is None else grad_norm
-        mean_loss, norm_value = self._average_over_ranks(float(loss), float(gradient_norm), weight)
+        own_ids, own_losses = _as_numbers(sample_ids), _as_numbers(sample_losses)
+        if sample_losses is not None and len(own_losses) != len(own_ids):
+            raise ValueError(
+                f"{len(own_losses)} sample_losses of {len(own_ids)} sample_ids: one for each is needed"
+            )
+        mean_loss, norm_value, knows_ids = self._average_over_ranks(
+            float(loss), float(gradient_norm), weight, sample_ids is not None
+        )
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         step_signals = Signals(
             self.step + 1, mean_loss, norm_value, float(self.optimizer.param_groups[0]["lr"])
@@ -121,6 +165,9 @@ class Guard:
         judged_before = None
         if self.copies is not None and self.copies.is_due(self.step):
             judged_before = CopiedJudgement(self.judge.detector.state, self.updates)
+        if self.step < self._cleared:
+            # A trial has cleared these steps: what was usual until them is not usual any more.
+            self.judge.detector.begin_again()
         step_decision = self.judge.judge_step(step_signals, oldest_copy)
         # That the loss of this step is on its trend is what is known of the state before its update.
         is_good = step_decision.finding.verdict is Verdict.HEALTHY and step_decision.finding.on_trend
@@ -131,11 +178,17 @@ class Guard:
         self.step += 1
         self._decision, step_verdict = step_decision, self._make_verdict(step_decision)
         self.updates += step_verdict.apply
-        self.applies = step_verdict.apply
+        self.applies, self.skipped, self.deferred = step_verdict.apply, [], []
+        if knows_ids:
+            self.samples.remember_step(
+                ReadStep(self.step, own_ids, own_losses, step_verdict.apply, norm_value)
+            )
         if not step_verdict.apply:
             restore_buffers(self.model, self._forward)
             event = "rewound" if step_verdict.rewind else "discarded"
             self._write_event(event, step_verdict, mean_loss, norm_value)
+            if knows_ids and not step_verdict.rewind:
+                self._examine_refused()
         elif step_verdict.alert and self._alert != step_decision.reason:
             self._write_event("alert", step_verdict, mean_loss, norm_value)
             warnings.warn(f"megastable guard, step {self.step}: {step_decision.reason}", stacklevel=2)
@@ -147,20 +200,73 @@ class Guard:
 
     def rewind(self) -> int:
         """Go back to the newest good state from before the trouble. The step after which that was: the next one trains
-        on the data behind it. Raises RuntimeError if the last verdict was no rewind."""
+        on the data behind it, but for the samples of `skipped` and the steps of `deferred`. Where bad samples are
+        named only they are `skipped`; where data is only new, nothing is. Raises RuntimeError if the last verdict was
+        no rewind."""
         if self._decision is None or not self._decision.action.rewinds or self.copies is None:
             raise RuntimeError("guard.rewind() belongs behind a check whose verdict says rewind")
         finding, tripped = self._decision.finding, self.step
         restored_copy = self.copies.restore_before(finding.onset)
-        self.step, self._forward = restored_copy.step, restored_copy.forward
+        remedy = self._examine_window(finding) if self.samples.knows_ids else None
+        restored_copy = self.copies.newest[0]
+        self.step, self._forward, self._awaits_forward = restored_copy.step, restored_copy.forward, True
+        self.samples.forget_after(self.step)
         copied_judgement = self._judgements[self.step]
         self._judgements = {step: kept for step, kept in self._judgements.items() if step <= self.step}
         self.updates, self._decision = copied_judgement.updates, None
         self.judge.rewind_detector(copied_judgement.detector.model_copy(deep=True))
         self.judge.policy.note_rewind(self.updates, tripped - self.step)
-        self.judge.policy.choose_remedy(Cause.UNKNOWN, self.updates)
-        self.deferred = list(range(finding.onset, tripped + 1))
+        # Those of refused updates stay skipped, unless they were examined once more.
+        named_before = self.samples.name_again(
+            self.step, finding.onset if remedy else None, remedy.skipped if remedy else ()
+        )
+        remedy = remedy or WindowRemedy(Cause.UNKNOWN, deferred=tuple(range(finding.onset, tripped + 1)))
+        if remedy.is_harmless:
+            self.judge.policy.trained_through(alone=True)
+            self._cleared = tripped
+        else:
+            self.judge.policy.choose_remedy(
+                remedy.cause, self.updates, proven=remedy.proven, bad=remedy.skipped
+            )
+        self.skipped, self.deferred = [*named_before, *remedy.skipped], list(remedy.deferred)
         return self.step
+
+    def _examine_refused(self) -> None:
+        """Name the bad samples of the update that was refused; the others may be read later. As no trial has shown
+        that they harm, they are skipped only while they are few."""
+        found, policy = self.samples.examine_refused(self.step), self.judge.policy
+        if found is None:
+            return
+        self.deferred = [self.step]
+        if found.bad_positions and policy.may_take_untried(len(found.bad_positions)):
+            policy.take_untried(len(found.bad_positions))
+            policy.note_skipped(found.bad_positions, proven=False)
+            self.skipped = found.bad_positions
+            self.samples.bad_by_step[self.step] = self.skipped
+        self._write_examined(found, self.step, None)
+
+    def _examine_window(self, finding: Finding) -> WindowRemedy | None:
+        """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
+        whether it harms. None: that cannot be told."""
+        window, harmless = self.samples.read_since(finding.onset)
+        if self.samples.replay is None or not window or not harmless:
+            return None
+        policy, trial, coming = self.judge.policy, None, self.samples.read_ahead(self.step)
+        self.samples.restore_good(harmless)
+        found, region = self.samples.examine_window(window, coming, harmless)
+        is_finite = finding.verdict is not Verdict.NON_FINITE
+        if found.bad_positions and is_finite:
+            self._awaits_forward, self.applies = False, True  # the branches' updates are no steps of the loop
+            try:
+                trial = self.samples.try_suspects(found, region, coming, harmless, self._measure_norm)
+            finally:
+                self.applies = False
+        may_skip = not is_finite or policy.may_take_untried(len(found.bad_positions))
+        remedy = choose_sample_remedy(found, trial, window, may_skip)
+        if remedy.skipped and is_finite and not remedy.proven:
+            policy.take_untried(len(remedy.skipped))
+        self._write_examined(found, finding.onset, trial)
+        return remedy if is_finite else replace(remedy, proven=True)
 
     def hold_refused(self, scheduler: Any = None) -> None:
         """Make the optimizer leave out what is refused, for loops that call it in any case; so does a `scheduler` that
@@ -199,12 +305,17 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of the run. The copies are not in it: a resumed run begins with new ones."""
-        return {"step": self.step, "updates": self.updates, "judge": self.judge.state.model_dump(mode="json")}
+        return {
+            "step": self.step, "updates": self.updates, "cleared": self._cleared,
+            "judge": self.judge.state.model_dump(mode="json"),
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.updates = int(state["step"]), int(state["updates"])
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
+        self.skipped, self._cleared = [], int(state["cleared"])
+        self.samples.forget_after(-1)
         if self.copies is not None:
             self.copies.forget_copies()
 
@@ -217,19 +328,25 @@ class Guard:
             wants_end or decision.action is Action.ALERT, decision.finding.onset, decision.reason,
         )  # fmt: skip
 
-    def _average_over_ranks(self, loss: float, norm: float, weight: float) -> tuple[float, float]:
-        """Mean loss by weight, and the norm, which the ranks know alike but for rounding."""
+    def _average_over_ranks(
+        self, loss: float, norm: float, weight: float, knows_ids: bool = False
+    ) -> tuple[float, float, bool]:
+        """Mean loss by weight; the norm, which the ranks know alike but for rounding; whether all know their ids."""
         # A part without tokens may have a loss of nan.
-        sums = [loss * weight if weight else 0.0, weight, norm, 1.0]
+        sums = [loss * weight if weight else 0.0, weight, norm, 1.0, float(knows_ids)]
         if dist.is_available() and dist.is_initialized():
             device = local_part(next(self.model.parameters())).device
             rank_sums = torch.tensor(sums, dtype=torch.float64, device=device)
             dist.all_reduce(rank_sums)
             sums = rank_sums.tolist()
-        weighted_loss, total_weight, norm_sum, rank_count = sums
+        weighted_loss, total_weight, norm_sum, rank_count, knowing_count = sums
         if not total_weight:
             raise ValueError("the weights of all ranks are 0: this step has no loss")
-        return weighted_loss / total_weight, norm_sum / rank_count
+        if knowing_count not in (0, rank_count):
+            raise ValueError(
+                f"{knowing_count:.0f} of {rank_count:.0f} ranks have given sample_ids: give them on all or on none"
+            )
+        return weighted_loss / total_weight, norm_sum / rank_count, knowing_count > 0
 
     def _measure_norm(self) -> float:
         by_mesh = defaultdict[Any, list[Tensor]](list)
@@ -240,14 +357,34 @@ class Guard:
         return math.hypot(*(float(n.full_tensor() if hasattr(n, "full_tensor") else n) for n in norms))
 
     def _write_event(self, event: str, verdict: StepVerdict, loss: float, norm: float) -> None:
+        """What was decided on a step."""
+        numbers = {"loss": loss, "grad_norm": norm}
+        self._write_line(
+            event, verdict.step, verdict.onset, verdict.reason,
+            {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()},
+        )  # fmt: skip
+
+    def _write_examined(self, found: Conclusion, step: int, trial: HarmTrial | None) -> None:
+        """What was found about the samples, what becomes of them, and what a trial has shown."""
+        trial_facts = {} if trial is None else {"trial": {**trial.facts, "reason": trial.reason}}
+        self._write_line(
+            "examined", step, step, found.reason,
+            {"cause": found.cause, "bad": found.bad_positions, **trial_facts},
+        )  # fmt: skip
+
+    def _write_line(self, event: str, step: int, onset: int, reason: str, fields: Mapping[str, Any]) -> None:
         """A line of the journal, by the first rank."""
         if self.journal is None or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             return
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         journal_line = {
-            "time": round(time.time(), 3), "event": event, "step": verdict.step, "onset": verdict.onset,
-            "reason": verdict.reason,
-            "loss": loss if math.isfinite(loss) else str(loss), "grad_norm": norm if math.isfinite(norm) else str(norm),
+            "time": round(time.time(), 3), "event": event, "step": step, "onset": onset, "reason": reason, **fields,
         }  # fmt: skip
         with self.journal.open("a") as file:
             file.write(json.dumps(journal_line) + "\n")
+
+
+def _as_numbers(values: Sequence[Any] | Tensor | None) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    return tuple(values.detach().flatten().tolist() if isinstance(values, Tensor) else values)

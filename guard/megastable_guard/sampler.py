@@ -6,6 +6,12 @@
     sampler.seek(guard.rewind(), trained=verdict.step, defer=guard.deferred)
     batches = iter(loader)  # one that goes on would yield what it had fetched: as many updates as `seek` returns
 
+Where the guard names the bad samples (`Guard.use_replay`), they alone are left out, of a refused update as well:
+
+    if not verdict.apply:
+        step = guard.rewind() if verdict.rewind else verdict.step
+        sampler.seek(step, trained=verdict.step, skip=guard.skipped, defer=guard.deferred)
+
 The order is one stream through all epochs: a permutation of the dataset for each, drawn from seed and epoch. Its length
 is that of the run, so that a run that goes back does not end early.
 """
@@ -56,7 +62,10 @@ class SkippableSampler(Sampler[int]):
         self._place, self._starts = Place(), {0: Place()}
         self._skipped: set[int] = set()  # indices
         self._left_out: set[int] = set()  # positions of deferred samples
-        self._deferred: list[tuple[int, int]] = []  # index, and after how many samples it is read
+        # Index, after how many samples it is read, and its position.
+        self._deferred: list[tuple[int, int, int]] = []
+        # By refused update: indices that are skipped, and positions that are left out, for its sake alone.
+        self._returned: dict[int, tuple[set[int], set[int]]] = {}
         self._filler = 0  # samples that fill up a batch of stale ones
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
@@ -83,37 +92,69 @@ class SkippableSampler(Sampler[int]):
         """Go on behind `step` updates, in another order.
 
         Args:
-            step: updates that stay done.
+            step: updates that stay done; `trained` itself where a refused update gives back what of its samples is not
+                bad. Whoever goes back to before that later takes this back, too.
             trained: updates whose samples the loop has taken from the loader so far.
             skip: indices of bad samples, which are never read again.
-            defer: steps whose samples are read later instead; those of them that were deferred before came with trouble
-                twice, and are skipped.
+            defer: steps whose samples, but those of `skip`, are read later instead. Those that were deferred before
+                came with trouble twice: without a `skip` that says which are bad, they are skipped.
 
         Returns:
             Updates that the present iterator of a loader still yields before those of the new order, as it had fetched
             them; the last one is filled up. A new iterator yields none of them.
         """
         fetched = self._place.read - trained * self.batch
-        positions, late = set[int](), set[int]()
+        self._take_back(step)
+        bad_indices, positions, late = {int(index) for index in skip} - self._skipped, set[int](), set[int]()
         for deferred_step in defer:
             positions_read, late_read = self._read_by(deferred_step - 1)
             positions |= positions_read
             late |= late_read
+        positions -= self._left_out
         start = self._start_of(step)
-        self._skipped.update(int(index) for index in skip)
-        self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
-        self._place = start
-        self._skipped.update(self._deferred[number][0] for number in late)
-        if len(self._skipped) >= self.size:
+        late_entries = [self._deferred[number] for number in sorted(late)]
+        if not skip:
+            bad_indices |= {index for index, _, _ in late_entries} - self._skipped
+        if len(self._skipped | bad_indices) >= self.size:
             raise ValueError(
                 f"all {self.size:,} samples of the dataset are skipped: nothing is left to train on"
             )
-        self._deferred = [kept for number, kept in enumerate(self._deferred) if number not in late]
-        for position in sorted(positions - self._left_out):
-            self._deferred.append((self._index_at(position), start.read + self.after))
+        self._skipped |= bad_indices
+        self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
+        # Of a refused update that stays where it is, the late ones are counted as read.
+        self._place = start._replace(late=start.late - sum(number < start.late for number in late))
+        self._starts[step] = self._place
+        due = start.read + self.after
+        self._deferred = [entry for number, entry in enumerate(self._deferred) if number not in late]
+        self._deferred += [
+            (index, due, position) for index, _, position in late_entries if index not in self._skipped
+        ]
+        for position in sorted(positions):
+            if (index := self._index_at(position)) not in self._skipped:
+                self._deferred.append((index, due, position))
         self._left_out |= positions
+        if step == trained:
+            self._returned[step] = bad_indices, positions
+            self._returned.pop(min(self._returned) if len(self._returned) > REMEMBERED else -1, None)
         self._filler = -fetched % self.batch // self.ranks
         return -(-fetched // self.batch)
+
+    def look_ahead(self, count: int) -> list[int]:
+        """The next `count` samples of this rank, which nobody has fetched yet; less at the end of the stream."""
+        before, left = self._place, (self.length - self._place.read) // self.ranks
+        try:
+            groups = [[self._take() for _ in range(self.ranks)] for _ in range(min(count, left))]
+        finally:
+            self._place = before
+        return [group[self.rank] for group in groups]
+
+    def _take_back(self, step: int) -> None:
+        """What was done about updates behind `step`, which are read again."""
+        for returned_step in [kept for kept in self._returned if kept > step]:
+            bad_indices, positions = self._returned.pop(returned_step)
+            self._skipped -= bad_indices
+            self._left_out -= positions
+            self._deferred = [entry for entry in self._deferred if entry[2] not in positions]
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """For a checkpoint after `step` updates; None: after all that were yielded."""
@@ -121,7 +162,8 @@ class SkippableSampler(Sampler[int]):
         order = [self.size, self.seed, self.shuffle, self.batch]
         return {
             "place": list(place), "skipped": sorted(self._skipped), "left_out": sorted(self._left_out),
-            "deferred": [list(pair) for pair in self._deferred], "order": order,
+            "deferred": [list(entry) for entry in self._deferred], "order": order,
+            "returned": [[step, sorted(bad), sorted(left)] for step, (bad, left) in self._returned.items()],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +175,8 @@ class SkippableSampler(Sampler[int]):
         self._place = Place(*state["place"])
         self._starts = {self._place.read // self.batch: self._place}
         self._skipped, self._left_out = set(state["skipped"]), set(state["left_out"])
-        self._deferred = [(index, due) for index, due in state["deferred"]]
+        self._deferred = [(index, due, position) for index, due, position in state["deferred"]]
+        self._returned = {step: (set(bad), set(left)) for step, bad, left in state["returned"]}
 
     def _take(self) -> int:
         """The next sample."""

@@ -1,6 +1,6 @@
 """Searches for the bad samples of an incident, up to the ends of a bad region. Collective.
 
-Measures with sample_replay.py; scores.py tells individuals and crowds. The batches after the window
+Measures with sample_replay.py; megastable_guard/scores.py tells individuals and crowds. The batches after the window
 are measured one by one until the region is over.
 """
 
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution import scores
-from megastable.attribution.conclusion import Conclusion, Region, Suspect, blame_samples, blame_state
 from megastable.attribution.sample_replay import Known, Laboratory, Trained
-from megastable.attribution.scores import STRAY, Judged, Scale, ScoredSamples
 from megastable.base.errors import DataError
 from megastable.base.text import count_noun
 from megastable.data.skips import Selection, Skips
+from megastable_guard import scores
+from megastable_guard.conclusion import Conclusion, Region, Suspect, blame_samples, blame_state
+from megastable_guard.scores import STRAY, Judged, Scale, ScoredSamples
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from megastable.attribution import scores
 from megastable.config.stability import SampleConfig
+from megastable_guard import scores
 from megastable_guard.actions import Verdict
 
 Floats = npt.NDArray[np.float64]

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from megastable.attribution import scores
-from megastable.attribution.scores import READ, ScoredSamples
 from megastable.base.collectives import run_on_all, run_on_first
 from megastable.base.errors import MegastableError
 from megastable.config.stability import AttributionConfig
@@ -23,6 +21,8 @@ from megastable.data.loader import Loader, MicroBatch
 from megastable.data.skips import Selection, Skips
 from megastable.engine.engine import Engine
 from megastable.optim.schedule import scheduled_rate
+from megastable_guard import scores
+from megastable_guard.scores import READ, ScoredSamples
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -62,7 +62,7 @@ class HardwareConfig(Section):
 
 
 class AttributionConfig(Section):
-    """Finding the bad samples (attribution/examination.py, scores.py)."""
+    """Finding the bad samples (attribution/examination.py, megastable_guard/scores.py)."""
 
     threshold: PositiveFloat = 6.0
     """Robust z of a sample's loss within its corpus from which it may be called bad individually. [sigma]"""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import run_on_first
 from megastable.base.errors import DataError
@@ -40,6 +39,7 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
 from megastable_guard.actions import Action, Cause, Decision, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, classify_incident
 from megastable_guard.policy import BLAMELESS
 from megastable_guard.step_judge import StepJudge

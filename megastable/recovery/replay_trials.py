@@ -1,5 +1,5 @@
 """Tries what may be done about an incident, in branches from the same good state: the suspects and others in their
-places, remedies, and the data without a corpus. Collective; leaves no trace. attribution/trials.py decides."""
+places, remedies, and the data without a corpus. Collective; leaves no trace. megastable_guard/trials.py decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import (
     BranchStart,
     Trained,
@@ -20,7 +19,19 @@ from megastable.attribution.sample_replay import (
     collect_harmless,
     train_branch,
 )
-from megastable.attribution.trials import (
+from megastable.base.collectives import run_on_first
+from megastable.base.errors import DataError
+from megastable.checkpoint.snapshot import Snapshot
+from megastable.checkpoint.store import RunState
+from megastable.data.skips import Selection
+from megastable.recovery.rewind_points import Points
+from megastable.recovery.run_parts import RunParts
+from megastable.run.events.stability_events import BranchesTried
+from megastable.run.events.training_events import Warned
+from megastable_guard.conclusion import Conclusion
+from megastable_guard.policy import ADJUSTED, Offer
+from megastable_guard.step_judge import StepJudge
+from megastable_guard.trials import (
     COMPRESSED,
     HARM,
     NOTHING,
@@ -41,17 +52,6 @@ from megastable.attribution.trials import (
     mean_difference,
     replace_samples,
 )
-from megastable.base.collectives import run_on_first
-from megastable.base.errors import DataError
-from megastable.checkpoint.snapshot import Snapshot
-from megastable.checkpoint.store import RunState
-from megastable.data.skips import Selection
-from megastable.recovery.rewind_points import Points
-from megastable.recovery.run_parts import RunParts
-from megastable.run.events.stability_events import BranchesTried
-from megastable.run.events.training_events import Warned
-from megastable_guard.policy import ADJUSTED, Offer
-from megastable_guard.step_judge import StepJudge
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megastable.attribution import conclusion
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.examination import examine_window
 from megastable.attribution.sample_replay import Laboratory, Trained, collect_harmless
 from megastable.base import free_memory
@@ -30,7 +28,9 @@ from megastable.data.skips import Selection
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import AlertEvent, NoSnapshots, SnapshotRejected
+from megastable_guard import conclusion
 from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.random_states import read_random_states
 from megastable_guard.step_judge import StepJudge

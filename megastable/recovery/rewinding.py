@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastable.attribution import scores
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
-from megastable.attribution.trials import HarmTrial, TrialVerdict, is_clear, is_harmless
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.engine import locators
@@ -25,14 +22,16 @@ from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.recovery.watches import UNKNOWN, Watches
 from megastable.run.events.stability_events import Located, RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
-from megastable_guard import policy_state
+from megastable_guard import policy_state, scores
 from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.damage import TensorJump, TensorNorms
 from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable_guard.random_states import restore_random_states
 from megastable_guard.robust import Trend
 from megastable_guard.step_judge import StepJudge
+from megastable_guard.trials import HarmTrial, TrialVerdict, is_clear, is_harmless
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.examination import examine_window
 from megastable.attribution.sample_history import Rest, SampleTest, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
@@ -49,6 +48,7 @@ from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 from megastable_guard.actions import Action, Cause, Decision, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.damage import ProbeTrend, Rise, TensorJump, TensorLook, TensorNorms, TensorPaces
 from megastable_guard.policy import Policy
 

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.attribution import sample_replay, scores
-from megastable.attribution.conclusion import Conclusion
+from megastable.attribution import sample_replay
 from megastable.attribution.examination import CLEAN, FARTHEST, Examination, most_strays
 from megastable.attribution.sample_replay import Known, Trained
-from megastable.attribution.scores import STRAY
 from megastable.config.stability import AttributionConfig
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Skips
+from megastable_guard import scores
 from megastable_guard.actions import Cause
+from megastable_guard.conclusion import Conclusion
+from megastable_guard.scores import STRAY
 
 Int64s = npt.NDArray[np.int64]
 

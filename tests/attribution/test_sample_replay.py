@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import Known, Laboratory, Trained, collect_harmless
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
@@ -25,6 +24,7 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from megastable_guard.actions import Cause
+from megastable_guard.conclusion import Conclusion
 from tests import reference
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks

@@ -39,8 +39,8 @@ def test_seek_skips_for_good_and_defers_until_later(
     skip = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
     sampler.seek(8 - back, 9, skip=sorted(skip), defer=sorted(step for step in defer if step > 8 - back))
     then = [index for update in read(sampler, 5) for index in update]
-    late = [index for step in sorted(defer) for index in first[step - 1]]
-    permutations = [np.random.default_rng([3, epoch]).permutation(size).tolist() for epoch in range(3)]
+    late = [index for step in sorted(defer) for index in first[step - 1] if index not in skip]
+    permutations = [np.random.default_rng([3, epoch]).permutation(size).tolist() for epoch in range(4)]
     left_out = {(step - 1) * batch + i for step in defer for i in range(batch)}
     stream = [
         index
@@ -95,3 +95,34 @@ def test_seek_and_load_refuse_what_is_not_theirs() -> None:
         ValueError, match=r"\[size, seed, shuffle, batch\] \[10, 0, True, 2\], this one \[11, 0, True, 2\]"
     ):
         SkippableSampler(11, 2).load_state_dict(sampler.state_dict())
+
+
+@given(back=st.booleans(), bad=st.integers(1, 3), saved=st.booleans())
+def test_a_refused_update_gives_back_its_harmless_samples(back: bool, bad: int, saved: bool) -> None:
+    """Later; or where they were, and all of them, if the run is rewound to before it and its samples are cleared."""
+    sampler = SkippableSampler(400, 4, seed=2, updates=90, after=12)
+    order = list(SkippableSampler(400, 4, seed=2))
+    read(sampler, 10)
+    sampler.seek(10, 10, skip=order[36 : 36 + bad], defer=[10])
+    if saved:
+        state, sampler = sampler.state_dict(), SkippableSampler(400, 4, seed=2, updates=90, after=12)
+        sampler.load_state_dict(state)
+    if back:
+        read(sampler, 2)
+        assert sampler.seek(8 if not saved else 10, 12) == 0
+    first = 32 if back and not saved else 40
+    read_then = [index for update in read(sampler, 6) for index in update]
+    given_back = [] if back and not saved else order[36 + bad : 40]
+    expected = order[first : first + 12] + given_back + order[first + 12 :]
+    assert read_then == expected[:24]
+
+
+def test_late_samples_come_with_trouble_twice() -> None:
+    """They are skipped, unless it is known which are bad; nobody else is lost."""
+    for named in (False, True):
+        sampler = SkippableSampler(40, 2, shuffle=False, updates=90, after=4)
+        read(sampler, 5)
+        sampler.seek(5, 5, defer=[5])
+        assert read(sampler, 3) == [[10, 11], [12, 13], [8, 9]]
+        sampler.seek(8, 8, skip=[8] if named else [], defer=[8])
+        assert read(sampler, 3) == [[14, 15], [16, 17], [9, 18] if named else [18, 19]]

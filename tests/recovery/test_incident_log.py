@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import Trained
 from megastable.base import errors
 from megastable.base.errors import CheckpointError, SpaceError
@@ -41,6 +40,7 @@ from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.log import RunLog
 from megastable.training.summary import list_incidents
 from megastable_guard.actions import Action, Cause, Decision, Finding, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.incident import Incident
 from megastable_guard.policy_state import PolicyState, Taken

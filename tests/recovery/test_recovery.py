@@ -355,8 +355,8 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
 def train_where_little_is_harm(config: RunConfig) -> tuple[int, str]:
     """A few samples do not do much harm in a run as short as this, and what a corpus does to another one is not more
     than reading less of that one does."""
-    from megastable.attribution import trials
     from megastable.recovery import replay_trials
+    from megastable_guard import trials
 
     def judge_corpus(*given: Any) -> trials.CorpusTrial:
         *losses, _, steps = given

@@ -14,11 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megastable.attribution.conclusion import Conclusion, Region
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
-from megastable.attribution.scores import CROWD
-from megastable.attribution.trials import CorpusTrial, HarmTrial, RemedyTrial, TrialVerdict
 from megastable.checkpoint import markers, origin, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring
@@ -34,11 +31,14 @@ from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable_guard.actions import Action, Cause, Verdict
+from megastable_guard.conclusion import Conclusion, Region
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import DetectorConfig, PolicyConfig
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import Taken
 from megastable_guard.random_states import read_random_states
+from megastable_guard.scores import CROWD
+from megastable_guard.trials import CorpusTrial, HarmTrial, RemedyTrial, TrialVerdict
 from tests.checkpoint.states import state_of
 from tests.guard.traces import seen
 from tests.journal import KeptLog

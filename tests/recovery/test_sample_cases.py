@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_history import Waiting, WatchState
 from megastable.attribution.sample_replay import Trained
 from megastable.config.stability import StabilityConfig
@@ -20,6 +19,7 @@ from megastable.data.skips import Skips
 from megastable.recovery import watches
 from megastable.recovery.watches import CASES, SampleWatch
 from megastable_guard.actions import Cause, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.guard_config import PolicyConfig
 from megastable_guard.policy import Policy
 from tests.guard.traces import seen

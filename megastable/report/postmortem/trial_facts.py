@@ -31,7 +31,7 @@ EXPLANATION = (
     "error of the mean difference."
 )
 WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/replay_trials.py)
-WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/trials.py)
+WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (megastable_guard/trials.py)
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
     "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",

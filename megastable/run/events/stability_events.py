@@ -290,9 +290,9 @@ class BranchesTried(Event):
     its standard error; losses, norms: of its steps, to be drawn; cost: how intrusive it is, from 0.
 
     Where suspects were tried, suspects: how many; cost: the difference of the branch with them; learnt: by how many
-    nats others of them are easier at its end; verdict: new, bad, mixed or noise (attribution/trials.py); damaged: the
+    nats others of them are easier at its end; verdict: new, bad, mixed or noise (guard: trials.py); damaged: the
     state where the run stands is worse than both. Where remedies were tried, chosen: the name of a branch
-    (attribution/trials.py); tokens: ids of those that were rare until then, the most frequent first; also where the
+    (guard: trials.py); tokens: ids of those that were rare until then, the most frequent first; also where the
     run was tried without a corpus, with the name of that corpus.
     """
 

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from megastable.attribution.trials import HELD_OUT, HarmTrial, TrialVerdict
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, release_entries, sample_entries
 from megastable.data.skips import Selection
+from megastable_guard.trials import HELD_OUT, HarmTrial, TrialVerdict
 from megastable_tools.forensics.court.hold_court import choose_branch_like
 from megastable_tools.forensics.court.skip_review import (
     SkipGroup,

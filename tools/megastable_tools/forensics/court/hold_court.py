@@ -19,14 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from megastable.attribution.trials import (
-    COMPRESSED,
-    NOTHING,
-    OTHER_DATA,
-    choose_held_out,
-    find_repetition,
-    replace_samples,
-)
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.base.text import count_noun
@@ -45,6 +37,14 @@ from megastable.run.changes import changes_of, config_at
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.records import SCHEMA
 from megastable_guard.actions import Action
+from megastable_guard.trials import (
+    COMPRESSED,
+    NOTHING,
+    OTHER_DATA,
+    choose_held_out,
+    find_repetition,
+    replace_samples,
+)
 from megastable_tools.forensics.court.offline_run import (
     KeptState,
     OfflineRun,

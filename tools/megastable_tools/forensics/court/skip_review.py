@@ -16,18 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.scores import robust_scale
-from megastable.attribution.trials import (
-    COMPRESSED,
-    GUESSING,
-    HELD_OUT,
-    BranchLosses,
-    HarmTrial,
-    TrialVerdict,
-    choose_held_out,
-    find_repetition,
-    judge_trial,
-)
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
@@ -42,6 +30,18 @@ from megastable.run.events.data_events import SkipsGivenBack
 from megastable.run.log import RunLog
 from megastable.supervise.locks import SUPERVISOR, TRAINING, take_lock
 from megastable_guard.policy import FEW
+from megastable_guard.scores import robust_scale
+from megastable_guard.trials import (
+    COMPRESSED,
+    GUESSING,
+    HELD_OUT,
+    BranchLosses,
+    HarmTrial,
+    TrialVerdict,
+    choose_held_out,
+    find_repetition,
+    judge_trial,
+)
 from megastable_tools.forensics.court.hold_court import choose_coming
 from megastable_tools.forensics.court.offline_run import (
     OfflineRun,

@@ -8,10 +8,10 @@ budgets allow; and a cut of the rate as deep as two.
     difference  by how much the data to come is harder after a branch than after the control, "other data"; nats, with
                 its standard error: both are measured on the same samples
     learnt      by how much suspects that no branch was trained on are easier after it than after the control; as in a
-                trial of the run (attribution/trials.py), noise that became less surprising was not learnt
+                trial of the run (megastable_guard/trials.py), noise that became less surprising was not learnt
 
-The best branch is chosen as a run chooses its remedy (attribution/trials.py). Remedies count only where training on
-other data harms, too: a lower rate would win over a few steps in any case, as noise shrinks with it.
+The best branch is chosen as a run chooses its remedy (megastable_guard/trials.py). Remedies count only where training
+on other data harms, too: a lower rate would win over a few steps in any case, as noise shrinks with it.
 
 Pure.
 """
@@ -26,7 +26,12 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.trials import (
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
+from megastable_guard.guard_config import RemedyName
+from megastable_guard.policy import ADJUSTED, REWARM_FROM
+from megastable_guard.policy_state import warmup_share
+from megastable_guard.trials import (
     NOTHING,
     OTHER_DATA,
     SURE,
@@ -38,11 +43,6 @@ from megastable.attribution.trials import (
     judge_trial,
     mean_difference,
 )
-from megastable.base.errors import ConfigError
-from megastable.config.tree import RunConfig
-from megastable_guard.guard_config import RemedyName
-from megastable_guard.policy import ADJUSTED, REWARM_FROM
-from megastable_guard.policy_state import warmup_share
 
 CUT_TWICE = "cut_lr_twice"
 ADJUSTMENTS = frozenset({"reset_moments", "other_kernels", *ADJUSTED})  # those that not every recipe has

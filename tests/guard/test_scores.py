@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.attribution.scores import (
+from megastable_guard.scores import (
     Resemblance,
     Scale,
     ScoredSamples,

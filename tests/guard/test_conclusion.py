@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.attribution.conclusion import WORSE, Suspect, blame_samples, blame_state, is_worse
-from megastable.attribution.scores import ENOUGH, TAIL_KNOWN, UsualLosses, bad_by_loss
 from megastable.recovery.replays import (
     SAME,
     Replay,
@@ -22,7 +20,9 @@ from megastable.recovery.replays import (
     has_trouble_vanished,
 )
 from megastable_guard.actions import Cause
+from megastable_guard.conclusion import WORSE, Suspect, blame_samples, blame_state, is_worse
 from megastable_guard.robust import Trend
+from megastable_guard.scores import ENOUGH, TAIL_KNOWN, UsualLosses, bad_by_loss
 
 NAN, INF, THRESHOLD = math.nan, math.inf, 6.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.attribution.trials import (
+from megastable_guard.trials import (
     GAIN,
     HARM,
     HELD_OUT,

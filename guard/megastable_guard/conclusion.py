@@ -1,6 +1,7 @@
 """What is concluded about an incident: its cause, and its bad samples. Pure.
 
-The experiments; of the first two recovery/replays.py tells the outcome, of the others examination.py:
+The experiments; of the first two megastable's recovery/replays.py tells the outcome, of the others
+attribution/examination.py, and in the loop guard sample_examiner.py, which holds the third alone:
 1. the refused step, again, on the very state it was refused on: if two replays agree with each other but not with the
    step, it was the hardware; also if they differ where bits should repeat or where replays of a good state agree;
 2. the same without FP8, or by plain PyTorch in place of a kernel: if the spike vanishes, the cause is numerics;
@@ -19,7 +20,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.text import count_noun
 from megastable_guard.actions import Cause
 from megastable_guard.policy import FEW
 
@@ -150,7 +150,7 @@ def blame_state(suspects: list[Suspect], steps: str, endless: int | None = None)
     if endless is not None:
         blame_reason = (
             f"samples of {steps} are bad on the state before it, but so are those of the next "
-            f"{count_noun(endless, 'step')}, as far as was looked: that is no region of bad data"
+            f"{endless:,} {'step' if endless == 1 else 'steps'}, as far as was looked: that is no region of bad data"
         )
     else:
         blame_reason = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"

@@ -1,5 +1,6 @@
 """What branches of the run that began on the same state have shown: whether suspected samples do harm, which remedy
-helps, and whether a corpus is left out. Pure; recovery/replay_trials.py trains the branches.
+helps, and whether a corpus is left out. Pure; recovery/replay_trials.py of megastable trains the branches, and
+sample_examiner.py those of the loop guard.
 
 **Suspects.** One branch trains on the suspects, the control trains on as many harmless samples in their places; all
 else is the same. Both are measured on the same samples, which neither was trained on, so that the difference has little

@@ -1,0 +1,448 @@
+"""Which samples of an incident are bad, and whether they harm, in a training loop of any stack. Collective; leaves no
+trace. Needs torch.
+
+Samples are named by the loop's own ids, and measured by its own function (`Replay`). What is bad is decided by
+scores.py: the samples of the steps since the onset against harmless ones from before it, both on the good state that is
+rewound to. Harmless samples between that state and the onset are the better reference, as it was not trained on them;
+what it puts above them, that ordinary samples of the window share, is taken off (`scores.shared_shift`). Whether bad
+samples harm is decided by trials.py: two branches from that state, with them and with harmless samples in their places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable_guard import scores
+from megastable_guard.actions import Cause
+from megastable_guard.conclusion import Conclusion, Suspect, blame_samples, blame_state, is_worse
+from megastable_guard.host_copies import (
+    HostCopies,
+    StateCopy,
+    local_part,
+    read_forward_state,
+    restore_buffers,
+)
+from megastable_guard.random_states import restore_random_states
+from megastable_guard.trials import (
+    BranchLosses,
+    HarmTrial,
+    TrialVerdict,
+    choose_held_out,
+    is_clear,
+    is_harmless,
+    judge_trial,
+    replace_samples,
+)
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+# The loop's own function: the mean loss of each of some samples, [n], nats per token, of the model as it stands.
+Replay = Callable[[Sequence[int]], Tensor]
+T = TypeVar("T")
+
+THRESHOLD = 6.0  # robust deviations of a loss, beyond which a sample may be bad by itself
+SIGNIFICANCE = 0.001  # how often a window of harmless samples passes for a bad crowd
+WINDOW = 16  # steps since the onset whose samples are suspects
+HARMLESS = 256  # harmless samples that are compared with: the latest
+COMING = 64  # samples that a trial is measured on, and neither branch is trained on
+FARTHEST = 64  # steps ahead that are looked at; bad samples that go on for longer are no region
+CLEAN = 3  # steps without a bad sample that end a region
+STEPS = 16  # of a branch; half of them if few are suspected, each far out by itself
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """What was read in a step: the ids [n], and their losses in its forward pass, nats, [n] or none; of this rank, or
+    of all, one after another. norm: of the gradient."""
+
+    step: int
+    ids: tuple[int, ...]
+    losses: tuple[float, ...]
+    applied: bool
+    norm: float
+
+
+def count_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
+    """The steps of all ranks, which remember the same ones, with the samples of all."""
+    if count_ranks() == 1:
+        return list(own_steps)
+    steps_by_rank: list[Any] = [None] * count_ranks()
+    dist.all_gather_object(steps_by_rank, list(own_steps))
+    return [
+        replace(
+            parts[0],
+            ids=tuple(sample_id for part in parts for sample_id in part.ids),
+            losses=tuple(loss for part in parts for loss in part.losses),
+        )
+        for parts in zip(*steps_by_rank, strict=True)
+    ]
+
+
+def share_first(work: Callable[[], T]) -> T:
+    """The result of `work` on the first rank, on all: CPUs of another kind round a logarithm differently."""
+    if count_ranks() == 1:
+        return work()
+    shared_result: list[Any] = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared_result, src=0)
+    return shared_result[0]
+
+
+def guess_vocabulary(model: torch.nn.Module) -> float:
+    """Rows of the largest embedding; infinite without one, and then no loss counts as guessed."""
+    return max(
+        (float(part.num_embeddings) for part in model.modules() if isinstance(part, torch.nn.Embedding)),
+        default=math.inf,
+    )
+
+
+@dataclass(frozen=True)
+class WindowRemedy:
+    """What becomes of the steps since an onset. skipped: ids; deferred: steps; proven: a trial has shown that what is
+    skipped does harm; is_harmless: one has shown that it does none."""
+
+    cause: Cause
+    skipped: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()
+    proven: bool = False
+    is_harmless: bool = False
+
+
+def judge_losses(ids: Int64s, losses: Floats, known: Floats) -> Conclusion:
+    """Which samples are bad by their losses [n] against `known` ones of harmless samples [m], oldest first: nats, of
+    the same state or from before each was trained on. Fewer than `2 * scores.ENOUGH` known ones name none. Pure."""
+    corpora, known_corpora = np.zeros(losses.shape, np.int64), np.zeros(known.shape, np.int64)
+    usual_losses, shift = scores.UsualLosses(known, known_corpora), 0.0
+    are_known = np.isfinite(usual_losses.z)
+
+    def without_tokens(z: Floats) -> scores.ScoredSamples:
+        """All alike: losses alone tell."""
+        return scores.ScoredSamples(np.zeros((z.size, 2), np.int64), z, np.zeros(z.shape, np.int64))
+
+    loss_scale = scores.Scale(without_tokens(usual_losses.z[are_known]))
+    while True:
+        z, p_values = usual_losses.compare_losses(losses, corpora, shift)
+        alone = scores.bad_by_loss(z, p_values, THRESHOLD)
+        judged = scores.judge_suspects(
+            loss_scale, without_tokens(np.nan_to_num(z, nan=0.0, posinf=1e9)), alone, usual_losses.shared_error(),
+            SIGNIFICANCE, scores.FALSE,
+        )  # fmt: skip
+        shared = scores.shared_shift(z, judged.bad) if judged.bad.any() and not shift else 0.0
+        if not shared:
+            break
+        shift = shared
+    suspects = [Suspect(*fields) for fields in zip(ids.tolist(), losses.tolist(), z.tolist(), strict=True)]
+    if not judged.bad.any():
+        return blame_state(suspects, "the steps since the onset")
+    found = blame_samples(suspects, np.unique(ids[judged.bad]).tolist(), int(are_known.sum()), judged.p)
+    return replace(found, alone=np.unique(ids[judged.bad & alone]).tolist())
+
+
+def choose_sample_remedy(
+    found: Conclusion, trial: HarmTrial | None, window: Sequence[ReadStep], may_skip: bool
+) -> WindowRemedy:
+    """What becomes of the samples that a conclusion names. Pure.
+
+    Args:
+        found: on the good state.
+        trial: of them; None: there was none.
+        window: the steps since the onset.
+        may_skip: whether as many may be skipped without a clear trial.
+    """
+    bad_ids = found.bad_positions
+    if not bad_ids:
+        return WindowRemedy(found.cause, deferred=tuple(kept.step for kept in window))
+    if trial is not None and is_harmless(trial, found.few):
+        return WindowRemedy(Cause.NEW_DATA, is_harmless=True)
+    is_proven = trial is not None and is_clear(trial)
+    is_mixed = trial is not None and trial.verdict is TrialVerdict.MIXED and not found.few
+    if is_mixed or not (is_proven or may_skip):
+        steps = tuple(kept.step for kept in window if set(bad_ids) & set(kept.ids))
+        return WindowRemedy(found.cause, deferred=steps, proven=is_proven)
+    return WindowRemedy(found.cause, tuple(bad_ids), proven=is_proven)
+
+
+def choose_outlook(
+    coming: Sequence[ReadStep], harmless: Sequence[ReadStep], trained: Int64s, start: int
+) -> tuple[Int64s, Int64s]:
+    """Samples of the data to come, evenly spread, and none of those `trained` on in a trial; if too few are known,
+    harmless ones from after step `start`, where it begins, or before. And other harmless ones, to stand in for
+    suspects. Pure."""
+    known_ids, outlook = _ids_of(harmless), _ids_of(coming)
+    outlook = outlook[~np.isin(outlook, trained)]
+    if outlook.size < COMING // 2:
+        outlook = _ids_of([kept for kept in harmless if kept.step > start])
+    if outlook.size < COMING // 2:
+        outlook = known_ids
+    chosen_indices = np.linspace(0, outlook.size - 1, min(COMING, outlook.size)).round().astype(np.int64)
+    return outlook[chosen_indices], known_ids[~np.isin(known_ids, outlook[chosen_indices])]
+
+
+class SampleExaminer:
+    """Remembers what was read, measures samples, and trains branches.
+
+    Args:
+        model: of this rank.
+        copies: None: only updates that are refused can be examined.
+    """
+
+    def __init__(self, model: torch.nn.Module, copies: HostCopies | None) -> None:
+        self.model, self.copies = model, copies
+        self.replay: Replay | None = None
+        self.at_once = 1
+        self.ahead: Callable[[int], Sequence[int]] | None = None
+        self.bad_by_step: dict[int, list[int]] = {}  # named so far, and skipped
+        self._read_steps = deque[ReadStep]()  # of this rank, ascending
+        self._sample_count = 0  # of them
+
+    def remember_step(self, read_step: ReadStep) -> None:
+        """From the oldest copy on, and before it as many as are compared with."""
+        self._read_steps.append(read_step)
+        self._sample_count += len(read_step.ids)
+        oldest_copy = (
+            self.copies.steps[0] if self.copies is not None and self.copies.steps else read_step.step
+        )
+        while (
+            self._read_steps[0].step <= oldest_copy
+            and self._sample_count - len(self._read_steps[0].ids) >= HARMLESS
+        ):
+            self._sample_count -= len(self._read_steps.popleft().ids)
+
+    @property
+    def knows_ids(self) -> bool:
+        return bool(self._read_steps)
+
+    def forget_after(self, step: int) -> None:
+        """Steps that are undone."""
+        while self._read_steps and self._read_steps[-1].step > step:
+            self._sample_count -= len(self._read_steps.pop().ids)
+
+    def name_again(self, step: int, onset: int | None, skipped: Sequence[int]) -> list[int]:
+        """The steps after `step` are undone; of those from `onset` on, if they were examined, only `skipped` is bad.
+        What else of the undone ones is."""
+        undone_steps = [named_step for named_step in self.bad_by_step if named_step > step]
+        undone_names = {undone_step: self.bad_by_step.pop(undone_step) for undone_step in undone_steps}
+        still_bad = [
+            bad_id
+            for undone_step, bad_ids in undone_names.items()
+            if onset is None or undone_step < onset
+            for bad_id in bad_ids
+        ]
+        self.bad_by_step[step] = [*self.bad_by_step.get(step, []), *still_bad, *skipped]
+        return still_bad
+
+    def read_since(self, onset: int) -> tuple[list[ReadStep], list[ReadStep]]:
+        """The samples of all ranks: the first `WINDOW` steps since the onset; and harmless steps from before it, for
+        `HARMLESS` samples, without those of the window and those named so far. Collective."""
+        all_steps = gather_steps(list(self._read_steps))
+        window = [kept for kept in all_steps if kept.step >= onset][:WINDOW]
+        left_out = set[int]().union(*self.bad_by_step.values(), *(kept.ids for kept in window))
+        harmless, count = list[ReadStep](), 0
+        for kept in reversed(all_steps):
+            if kept.step < onset and kept.applied and count < HARMLESS:
+                chosen = [number for number, sample_id in enumerate(kept.ids) if sample_id not in left_out]
+                chosen = chosen[-(HARMLESS - count) :]
+                kept_losses = tuple(kept.losses[number] for number in chosen) if kept.losses else ()
+                harmless.append(
+                    replace(kept, ids=tuple(kept.ids[number] for number in chosen), losses=kept_losses)
+                )
+                count += len(chosen)
+        return window, harmless[::-1]
+
+    def examine_refused(self, step: int) -> Conclusion | None:
+        """Which samples of a refused update are bad: by the losses of the forward passes, if all are known, else
+        measured on the present state. None: there are no ids, or nothing to measure by. Collective."""
+        window, harmless = self.read_since(step)
+        ids, known_ids = _ids_of(window), _ids_of(harmless)
+        losses = np.array([loss for kept in window for loss in kept.losses])
+        known_losses = np.array([loss for kept in harmless for loss in kept.losses])
+        if not ids.size:
+            return None
+        if losses.size != ids.size or known_losses.size != known_ids.size:
+            if self.replay is None:
+                return None
+            measured = self.measure_losses(np.concatenate([known_ids, ids]))
+            known_losses, losses = measured[: known_ids.size], measured[known_ids.size :]
+        return share_first(lambda: judge_losses(ids, losses, known_losses))
+
+    def restore_good(self, harmless: Sequence[ReadStep]) -> None:
+        """From the newest copy, which is restored, to the newest that is no worse on harmless samples than the one
+        before it; later ones are dropped. Collective."""
+        assert self.copies is not None
+        known_ids = _ids_of(harmless)
+        while len(self.copies.steps) > 1:
+            newest_copy, older_copy = self.copies.newest[:2]
+            newest_losses = self.measure_losses(known_ids)
+            self.copies.restore_weights(older_copy)
+            older_losses = self.measure_losses(known_ids)
+            if not share_first(partial(is_worse, newest_losses, older_losses)):
+                self.copies.restore_weights(newest_copy)
+                return
+            self.copies.restore_before(newest_copy.step)
+
+    def read_ahead(self, step: int) -> list[ReadStep]:
+        """The `FARTHEST` steps behind `step`, if the loop tells them. Collective."""
+        size = len(self._read_steps[-1].ids)
+        next_ids = list(self.ahead(FARTHEST * size)) if self.ahead is not None else []
+        starts = range(0, len(next_ids) - size + 1, size)
+        return gather_steps(
+            [
+                ReadStep(step + number, tuple(next_ids[start : start + size]), (), False, math.nan)
+                for number, start in enumerate(starts, 1)
+            ]
+        )
+
+    def examine_window(
+        self, window: Sequence[ReadStep], coming: Sequence[ReadStep], harmless: Sequence[ReadStep]
+    ) -> tuple[Conclusion, list[ReadStep]]:
+        """Which samples of some steps are bad on the present state, which is good, and of the steps `coming` behind
+        them, up to `CLEAN` ones without any; and the steps that were looked at. What goes on for `FARTHEST` steps is no
+        region: then only those of the window are told. Collective."""
+        known_ids, reach = _ids_of(harmless), 0
+        known_losses = self.measure_losses(known_ids)
+        ids = _ids_of(window)
+        losses = window_losses = self.measure_losses(ids)
+        while True:
+            found = share_first(partial(judge_losses, ids, losses, known_losses))
+            last_ids = _ids_of([*window, *coming[:reach]][-CLEAN:] if reach else window)
+            if not np.isin(last_ids, found.bad_positions).any() or not coming:
+                return found, [*window, *coming[:reach]]
+            if reach == len(coming):
+                found = share_first(partial(judge_losses, _ids_of(window), window_losses, known_losses))
+                return found, list(window)
+            further_ids = _ids_of(coming[reach : 2 * reach + CLEAN])
+            reach = min(len(coming), 2 * reach + CLEAN)
+            ids = np.concatenate([ids, further_ids])
+            losses = np.concatenate([losses, self.measure_losses(further_ids)])
+
+    def try_suspects(
+        self, found: Conclusion, region: Sequence[ReadStep], coming: Sequence[ReadStep],
+        harmless: Sequence[ReadStep], measure_norm: Callable[[], float],
+    ) -> HarmTrial | None:  # fmt: skip
+        """Whether the bad samples of a conclusion harm: two branches from the newest copy, which is restored then.
+
+        The steps of `region` with bad samples are trained on, again and again if they are few. Both are measured on
+        the data to come: of the steps `coming`; if unknown, harmless samples, best those that the copy was not trained
+        on. Gradients are clipped to the usual norm, as the loop's own clipping is not known. None: too few harmless
+        samples are known. Collective.
+        """
+        assert self.copies is not None
+        start, suspects = self.copies.newest[0], np.array(found.bad_positions, np.int64)
+        batches = [np.array(kept.ids, np.int64) for kept in region if np.isin(kept.ids, suspects).any()]
+        steps = STEPS // 2 if found.few else STEPS
+        batches = [batches[step % len(batches)] for step in range(steps)]
+        held_out = choose_held_out(suspects)
+        coming_ids, fillers = choose_outlook(
+            coming, harmless, np.concatenate([held_out, *batches]), start.step
+        )
+        if not fillers.size or not coming_ids.size:
+            return None
+        usual_norm = float(np.median([kept.norm for kept in harmless]))
+        measured = np.concatenate([coming_ids, held_out])
+        before_losses = self.measure_losses(coming_ids)
+        with_them, control = (
+            self.train_branch(replace_samples(batches, replaced, fillers), start, usual_norm, measured, measure_norm)
+            for replaced in (held_out, suspects)
+        )  # fmt: skip
+        if not np.isfinite(control).all():  # not even harmless samples can be trained on
+            return None
+        count = coming_ids.size
+        # Where the run stood is gone: it goes on from `start` in any case.
+        coming_losses = BranchLosses(with_them[:count], control[:count], before_losses, before_losses)
+        held_losses, vocabulary = (with_them[count:], control[count:]), guess_vocabulary(self.model)
+        return share_first(
+            lambda: judge_trial(coming_losses, held_losses, vocabulary, suspects.size, steps)  # type: ignore[arg-type]
+        )
+
+    def train_branch(
+        self, batches: Sequence[Int64s], start: StateCopy, usual_norm: float, measured: Int64s,
+        measure_norm: Callable[[], float],
+    ) -> Floats:  # fmt: skip
+        """Losses of the samples `measured` after some steps from `start`, which is restored then."""
+        assert self.copies is not None and self.replay is not None
+        optimizer = self.copies.optimizer
+        try:
+            for batch in batches:
+                own_ids = self._own_part(batch)
+                for part in own_ids:
+                    (self._ask_replay(part).sum() / own_ids.size).backward()
+                gradient_norm = measure_norm()
+                if math.isfinite(gradient_norm):
+                    self._shrink_gradients(min(1.0, usual_norm / max(gradient_norm, 1e-12)))
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return self.measure_losses(measured)
+        finally:
+            self.copies.restore_copy(start)
+
+    def measure_losses(self, ids: Int64s) -> Floats:
+        """Of samples on the present state, fp64 [n], nats; every rank measures as many. Collective."""
+        own_ids = self._own_part(ids)
+        losses = torch.zeros(
+            count_ranks(), own_ids.size, dtype=torch.float64, device=local_part(next(self.model.parameters())).device
+        )  # fmt: skip
+        rank = dist.get_rank() if count_ranks() > 1 else 0
+        with torch.no_grad(), self._in_evaluation():
+            for number, part in enumerate(own_ids):
+                first = number * self.at_once
+                losses[rank, first : first + self.at_once] = self._ask_replay(part).double()
+        if count_ranks() > 1:
+            dist.all_reduce(losses)
+        return losses.flatten().cpu().numpy()[: ids.size]
+
+    def _own_part(self, ids: Int64s) -> Int64s:
+        """This rank's part, [calls, at_once]: as many calls, of as many samples, on every rank, as sharded weights are
+        gathered in each. The last ones are filled up with the first."""
+        calls = -(-ids.size // (count_ranks() * self.at_once))
+        whole = np.resize(ids, (count_ranks(), calls, self.at_once))
+        return np.asarray(whole[dist.get_rank() if count_ranks() > 1 else 0])
+
+    def _ask_replay(self, ids: Int64s) -> Tensor:
+        assert self.replay is not None
+        losses = self.replay(ids.tolist())
+        if losses.shape != (ids.size,):
+            raise ValueError(
+                f"replay returned losses of shape {list(losses.shape)} for {ids.size} ids: expected the mean loss of "
+                f"each sample, [{ids.size}]"
+            )
+        return losses
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """Without dropout; modes, buffers and random states are as before in the end."""
+        forward, modes = read_forward_state(self.model), [part.training for part in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for part, mode in zip(self.model.modules(), modes, strict=True):
+                part.training = mode
+                # FSDP2 keeps the root's weights whole for a backward pass.
+                getattr(part, "reshard", lambda: None)()
+            restore_buffers(self.model, forward)
+            restore_random_states(forward.random)
+
+    def _shrink_gradients(self, factor: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _ids_of(steps: Sequence[ReadStep]) -> Int64s:
+    return np.array([sample_id for kept in steps for sample_id in kept.ids], np.int64)

@@ -1,0 +1,380 @@
+"""The guard of somebody's loop names the bad samples, and them alone: the run ends, bit for bit, as one that never saw
+them. What is only new is trained through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megastable_guard import SkippableSampler
+from megastable_guard.actions import Cause
+from megastable_guard.conclusion import Conclusion
+from megastable_guard.loop_guard import Guard, StepVerdict
+from megastable_guard.sample_examiner import (
+    ReadStep,
+    SampleExaminer,
+    choose_outlook,
+    choose_sample_remedy,
+    judge_losses,
+)
+from megastable_guard.trials import HarmTrial, TrialVerdict
+from tests.distributed import run_ranks
+from tests.guard.test_loop_guard import as_ddp, same
+
+WORDS, USED, LENGTH, BATCH, SAMPLES, STEPS = 512, 64, 16, 16, 4000, 150
+
+
+def write_samples(seed: int, bad: Sequence[int] = (), new: Sequence[int] = ()) -> Tensor:
+    """[n, LENGTH + 1] tokens of a noisy chain over the first half of the words in use. bad: every token is any word;
+    new: a chain over the other half."""
+    draw = torch.Generator().manual_seed(seed)
+    half, chain_start = USED // 2, torch.zeros(SAMPLES, dtype=torch.long)
+    chain_start[list(new)] = half
+    following = torch.cat([torch.randperm(half, generator=draw), half + torch.randperm(half, generator=draw)])
+    tokens = [chain_start + torch.randint(0, half, (SAMPLES,), generator=draw)]
+    for _ in range(LENGTH):
+        is_noise = torch.rand(SAMPLES, generator=draw) < 0.1
+        noise = torch.randint(0, USED, (SAMPLES,), generator=draw)
+        back = chain_start + tokens[-1] % half
+        tokens.append(torch.where(is_noise, noise, following[back]))
+    samples = torch.stack(tokens, 1)
+    samples[list(bad)] = torch.randint(0, WORDS, (len(bad), LENGTH + 1), generator=draw)
+    return samples
+
+
+class Chain(nn.Module):
+    """Mean loss of each sample, [n]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first, self.norm = nn.Embedding(WORDS, 32), nn.Linear(32, 64), nn.BatchNorm1d(64)
+        self.dropout, self.last = nn.Dropout(0.1), nn.Linear(64, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.first(self.words(tokens[:, :-1])).flatten(0, 1)).relu()
+        losses = nn.functional.cross_entropy(
+            self.last(self.dropout(hidden)), tokens[:, 1:].flatten(), reduction="none"
+        )
+        return losses.view(len(tokens), -1).mean(1)
+
+
+class NamingLoop:
+    """A loop with ids. skip: from the beginning; losses: gives `sample_losses` instead of a replay; ahead: tells what
+    it reads next; names: gives ids; holds: calls the optimizer in any case."""
+
+    def __init__(
+        self, samples: Tensor, seed: int = 0, skip: Sequence[int] = (),
+        wrap: Callable[[Any], Any] = lambda model: model, losses: bool = False, ahead: bool = True, names: bool = True,
+        holds: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.samples = samples
+        torch.manual_seed(seed)
+        self.model = wrap(Chain())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
+        self.guard = Guard(self.model, self.optimizer, self.scheduler, interval=20, **options)
+        self.losses, self.names, self.holds = losses, names, holds
+        if holds:
+            self.guard.hold_refused(self.scheduler)
+        self.sampler = SkippableSampler(
+            SAMPLES, BATCH // self.ranks, seed=seed, updates=2 * STEPS, rank=self.rank, ranks=self.ranks
+        )
+        if not losses:
+            look_ahead = self.sampler.look_ahead if ahead else None
+            self.guard.use_replay(self.replay, 4, look_ahead)
+        if skip:
+            self.sampler.seek(0, trained=0, skip=skip)
+        self.verdicts = list[StepVerdict]()
+        self.named, self.deferred, self.returned = list[int](), list[int](), list[int]()
+        torch.manual_seed(seed + 1)
+
+    def replay(self, ids: Sequence[int]) -> Tensor:
+        assert self.model.training == torch.is_grad_enabled()  # a trial trains, all else measures
+        torch.rand(1)
+        return self.model(self.samples[list(ids)])  # type: ignore[no-any-return]
+
+    def read_ids(self) -> Iterator[list[int]]:
+        stream = iter(self.sampler)
+        while True:
+            yield [next(stream) for _ in range(BATCH // self.ranks)]
+
+    def train(self, steps: int) -> NamingLoop:
+        batches = self.read_ids()
+        while self.guard.step < steps:
+            ids = next(batches)
+            losses = self.model(self.samples[ids])
+            losses.mean().backward()
+            given: dict[str, Any] = {"sample_ids": ids} if self.names else {}
+            if self.losses:
+                given["sample_losses"] = losses.detach()
+            verdict = self.guard.check(loss=losses.mean().detach(), **given)
+            if verdict.apply:
+                self.optimizer.step()
+                self.scheduler.step()
+            else:
+                self.verdicts.append(verdict)
+                step = self.guard.rewind() if verdict.rewind else verdict.step
+                self.returned.append(step)
+                skipped, deferred = self.guard.skipped, self.guard.deferred
+                self.named, self.deferred = [*self.named, *skipped], [*self.deferred, *deferred]
+                self.sampler.seek(step, trained=verdict.step, skip=skipped, defer=deferred)
+                batches = self.read_ids()
+                if self.holds:
+                    self.optimizer.step()
+                    self.scheduler.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def read_state(self) -> list[Any]:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *moments]
+        tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return [*(t.detach().clone() for t in tensors), torch.get_rng_state(), self.scheduler.last_epoch]
+
+
+def choose_samples(seed: int, counts: Sequence[int], first: int = 100) -> list[int]:
+    """Of each update from `first` on, as many as `counts` says."""
+    order = list(SkippableSampler(SAMPLES, BATCH, seed=seed))
+    starts = range((first - 1) * BATCH, SAMPLES, BATCH)
+    return [
+        order[start + number * BATCH // count]
+        for start, count in zip(starts, counts, strict=False)
+        for number in range(count)
+    ]
+
+
+def end_as_if_never_seen(wrap: Callable[[Any], Any], counts: Sequence[int]) -> tuple[bool, bool, list[bool]]:
+    """Whether exactly the bad samples are named; whether the run ends as one that never saw them; its verdicts."""
+    bad = choose_samples(0, counts)
+    samples = write_samples(0, bad)
+    guarded = NamingLoop(samples, wrap=wrap).train(STEPS)
+    never = NamingLoop(samples, wrap=wrap, skip=bad).train(STEPS)
+    assert not never.verdicts and guarded.verdicts
+    verdicts = [verdict.rewind for verdict in guarded.verdicts]
+    return sorted(guarded.named) == sorted(bad), same(guarded.read_state(), never.read_state()), verdicts
+
+
+def as_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 4, 2, 3), (4,) * 12])
+def test_guard_names_the_bad_samples_and_ends_as_a_run_that_never_saw_them(counts: Sequence[int]) -> None:
+    assert end_as_if_never_seen(as_is, counts) == (True, True, [True])
+
+
+def as_fsdp(model: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model.first, model.last, model):
+        fully_shard(layer)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("wrap", "ranks"), [(as_ddp, 2), (as_fsdp, 2)])
+def test_ranks_name_the_same_samples(wrap: Callable[[Any], Any], ranks: int) -> None:
+    assert run_ranks(ranks, end_as_if_never_seen, wrap, (4, 4, 4)) == [(True, True, [True])] * ranks
+
+
+@pytest.mark.parametrize("losses", [False, True])
+def test_a_refused_update_loses_its_bad_samples_alone(losses: bool, tmp_path: Path) -> None:
+    """By the losses of the forward passes, or by a replay."""
+    bad = choose_samples(0, [7])
+    loop = NamingLoop(write_samples(0, bad), losses=losses, run_dir=tmp_path).train(STEPS)
+    assert [verdict.rewind for verdict in loop.verdicts] == [False]
+    assert loop.named == sorted(bad) and loop.deferred == [100]
+    state = loop.read_state()
+    update = list(SkippableSampler(SAMPLES, BATCH))[99 * BATCH : 100 * BATCH]
+    assert {index for index, _, _ in loop.sampler.state_dict()["deferred"]} == set(update) - set(bad)
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in lines] == [("discarded", 100), ("examined", 100)]
+    assert lines[1]["cause"] == "data" and lines[1]["bad"] == sorted(bad)
+    # Looking at them has left no trace: the others are read after the end of this run.
+    assert same(state, NamingLoop(write_samples(0, bad), names=False).train(STEPS).read_state())
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_new_data_is_trained_through(count: int, tmp_path: Path) -> None:
+    """No sample of it is lost, though its first update was refused, with samples named; and no trouble follows."""
+    new = choose_samples(1, [count] * 100)
+    loop = NamingLoop(write_samples(1, new=new), seed=1, run_dir=tmp_path).train(STEPS)
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    trials = [line["trial"] for line in lines if "trial" in line]
+    assert [trial["verdict"] for trial in trials] == ["new"] and trials[0]["cost"] < 0 < trials[0]["learnt"]
+    assert loop.verdicts[-1].rewind and not loop.sampler._skipped and not loop.sampler._deferred
+    order = list(SkippableSampler(SAMPLES, BATCH, seed=1))
+    assert loop.sampler.look_ahead(16) == order[STEPS * BATCH :][:16]
+
+
+def test_a_killed_run_goes_on_without_the_bad_samples() -> None:
+    bad = choose_samples(0, [4, 4, 4])
+    samples = write_samples(0, bad)
+    whole = NamingLoop(samples).train(STEPS).read_state()
+    first = NamingLoop(samples).train(120)
+    random_state, second = torch.get_rng_state(), NamingLoop(samples)
+    for one in ("model", "optimizer", "scheduler"):
+        getattr(second, one).load_state_dict(getattr(first, one).state_dict())
+    second.guard.load_state_dict(json.loads(json.dumps(first.guard.state_dict())))
+    second.sampler.load_state_dict(json.loads(json.dumps(first.sampler.state_dict(120))))
+    torch.set_rng_state(random_state)
+    assert same(second.train(STEPS).read_state(), whole)
+
+
+def test_what_was_named_before_stays_skipped_after_a_rewind() -> None:
+    """Of an update that was refused alone, between the copy and the onset; what it gave back is read where it was."""
+    bad = [*choose_samples(0, [7], first=90), *choose_samples(0, [4, 4, 4])]
+    samples = write_samples(0, bad)
+    guarded = NamingLoop(samples).train(STEPS)
+    assert [(verdict.step, verdict.rewind) for verdict in guarded.verdicts] == [(90, False), (101, True)]
+    assert sorted(set(guarded.named)) == sorted(bad)
+    assert same(guarded.read_state(), NamingLoop(samples, skip=bad).train(STEPS).read_state())
+
+
+def test_a_trial_takes_place_where_refused_updates_are_held(tmp_path: Path) -> None:
+    bad, trials, states = choose_samples(0, [4, 4, 4]), list[Any](), list[Any]()
+    for holds in (False, True):
+        loop = NamingLoop(write_samples(0, bad), holds=holds, run_dir=tmp_path / str(holds)).train(STEPS)
+        lines = (tmp_path / str(holds) / "journal.jsonl").read_text().splitlines()
+        trials += [line["trial"] for line in map(json.loads, lines) if "trial" in line]
+        states.append(loop.read_state())
+    assert len(trials) == 2 and trials[0] == trials[1] and trials[0]["cost"] != 0
+    assert same(*states)
+
+
+def test_without_a_look_ahead_harmless_samples_stand_for_the_data_to_come(tmp_path: Path) -> None:
+    bad = choose_samples(0, [4, 4])
+    loop = NamingLoop(write_samples(0, bad), ahead=False, run_dir=tmp_path).train(STEPS)
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert sorted(loop.named) == sorted(bad) and not loop.deferred
+    assert lines[-1]["event"] == "examined" and lines[-1]["trial"]["verdict"] in ("bad", "noise")
+
+
+def test_a_damaged_state_is_no_good_state_and_its_data_not_bad(tmp_path: Path) -> None:
+    """The newest copy is damaged, too: an older one is taken. The data of the trouble is read later, as no sample of
+    it is bad."""
+    loop = NamingLoop(write_samples(0), run_dir=tmp_path).train(99)
+    assert loop.guard.copies
+    steps = loop.guard.copies.steps
+    for tensor in loop.guard.copies.newest[0].weights.values():
+        tensor += 0.3 * torch.randn(tensor.shape)
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter += torch.randn(parameter.shape)
+    loop.train(STEPS)
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    rewinds = [number for number, verdict in enumerate(loop.verdicts) if verdict.rewind]
+    assert len(rewinds) == 1 and loop.returned[rewinds[0]] == steps[-2]
+    assert lines[-1]["cause"] == "state" and not loop.named and loop.deferred
+
+
+def test_judge_losses_names_few_harmless_samples() -> None:
+    """Heavy tails: in 200 windows of 48 harmless samples, against 256 of the same kind; and all of gross ones."""
+    draw = np.random.default_rng(0)
+    windows_with_named = missed = 0
+    for _ in range(200):
+        known, losses = draw.gamma(8.0, 0.1, 256), draw.gamma(8.0, 0.1, 48)
+        windows_with_named += bool(judge_losses(np.arange(48), losses, known).bad)
+        losses[[3, 30]] = 9.0, np.nan
+        found = judge_losses(np.arange(48), losses, known)
+        missed += not {3, 30} <= set(found.bad) or found.cause is not Cause.DATA
+    assert windows_with_named <= 10 and not missed
+    few_known = judge_losses(np.arange(48), np.nan_to_num(losses, nan=9.0), known[:40])
+    assert few_known.cause is Cause.STATE and "48 of them cannot be judged" in few_known.reason
+
+
+def make_steps(*ids: Sequence[int], first: int = 1, refused: int = 0) -> list[ReadStep]:
+    return [
+        ReadStep(step, tuple(own_ids), (), step != refused, 1.0) for step, own_ids in enumerate(ids, first)
+    ]
+
+
+def test_read_since_tells_harmless_samples_and_suspects_apart() -> None:
+    """What was refused, named or read again in the window is no reference, nor older than what is compared with."""
+    examiner = SampleExaminer(nn.Linear(2, 2), None)
+    batches = [list(range(100 * step, 100 * step + 100)) for step in range(1, 6)]
+    for kept in make_steps(*batches, [500, 600, 601], [602], refused=4):
+        examiner.remember_step(kept)
+    examiner.bad_by_step[3] = [333]
+    window, harmless = examiner.read_since(6)
+    assert [kept.ids for kept in window] == [(500, 600, 601), (602,)]
+    known = [sample_id for kept in harmless for sample_id in kept.ids]
+    assert known == [*range(300, 333), *range(334, 400), *range(501, 600)]
+    examiner.forget_after(5)
+    assert examiner.read_since(6)[0] == [] and examiner._sample_count == 300
+
+
+def test_choose_outlook_takes_what_a_trial_does_not_train_on() -> None:
+    coming, harmless = make_steps(range(100), range(100, 200)), make_steps(range(200, 300), range(300, 400))
+    trained = np.arange(0, 100, 2)
+    chosen, fillers = choose_outlook(coming, harmless, trained, 1)
+    assert chosen.size == 64 and not np.isin(chosen, trained).any() and chosen[-1] == 199
+    assert fillers.tolist() == [*range(200, 400)]
+    chosen, fillers = choose_outlook([], harmless, trained, 1)
+    assert chosen.min() >= 300 and fillers.size == 136 and not np.isin(fillers, chosen).any()
+    assert choose_outlook([], harmless, trained, 2)[0].min() == 200
+
+
+def make_trial(verdict: TrialVerdict, pays: bool = False) -> HarmTrial:
+    return HarmTrial(verdict, 0.0, 0.0, 0.0, 0.0, 4, 8, pays, False)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "few", "pays", "may_skip", "expected"),
+    [
+        (None, True, False, True, "skipped"),
+        (None, True, False, False, "deferred"),
+        (TrialVerdict.BAD, False, False, False, "skipped"),
+        (TrialVerdict.MIXED, False, False, True, "deferred"),
+        (TrialVerdict.MIXED, True, False, False, "skipped"),
+        (TrialVerdict.NOISE, True, False, True, "skipped"),
+        (TrialVerdict.NOISE, True, False, False, "deferred"),
+        (TrialVerdict.NOISE, False, False, True, "harmless"),
+        (TrialVerdict.NEW, False, False, True, "harmless"),
+        (TrialVerdict.NEW, True, False, True, "skipped"),
+        (TrialVerdict.NEW, True, True, True, "harmless"),
+    ],
+)
+def test_what_a_trial_shows_decides(
+    verdict: TrialVerdict | None, few: bool, pays: bool, may_skip: bool, expected: str
+) -> None:
+    found = Conclusion(Cause.DATA, [3, 4, 9], [], "", alone=[3, 4, 9] if few else [])
+    window = make_steps((1, 3), (2, 5), (4, 9), first=7)
+    trial = None if verdict is None else make_trial(verdict, pays)
+    remedy = choose_sample_remedy(found, trial, window, may_skip)
+    assert remedy.is_harmless == (expected == "harmless")
+    assert remedy.skipped == ((3, 4, 9) if expected == "skipped" else ())
+    assert remedy.deferred == ((7, 9) if expected == "deferred" else ())
+    nobody = choose_sample_remedy(Conclusion(Cause.STATE, [], [], ""), None, window, True)
+    assert (nobody.cause, nobody.skipped, nobody.deferred) == (Cause.STATE, (), (7, 8, 9))
+
+
+def test_ids_and_losses_that_do_not_fit_are_refused() -> None:
+    loop = NamingLoop(write_samples(0))
+    with pytest.raises(ValueError, match="2 sample_losses of 3 sample_ids"):
+        loop.guard.check(loss=1.0, grad_norm=1.0, sample_ids=[1, 2, 3], sample_losses=[0.5, 0.5])
+    loop.guard.use_replay(lambda ids: torch.zeros(()), 2)
+    with pytest.raises(ValueError, match=r"losses of shape \[\] for 2 ids"):
+        loop.guard.samples.measure_losses(np.array([1, 2, 3]))
+
+
+def give_ids_on_one_rank() -> str:
+    loop = NamingLoop(write_samples(0), wrap=as_ddp)
+    try:
+        loop.guard.check(loss=1.0, grad_norm=1.0, sample_ids=[1] if loop.rank else None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ids_of_some_ranks_alone_are_refused() -> None:
+    told = run_ranks(2, give_ids_on_one_rank)
+    assert told == ["1 of 2 ranks have given sample_ids: give them on all or on none"] * 2
