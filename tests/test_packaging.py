@@ -106,6 +106,33 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         ).resolve() == ROOT / "megastable/shipped" / folder  # one place, and the path of a checkout
 
 
+def test_the_wheel_of_the_guard_is_small_and_needs_no_torch(tmp_path: Path) -> None:
+    """Alone, from a folder without a checkout: the judgement and what writes a run directory."""
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / "guard" / name, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "guard/megastable_guard", tmp_path / "megastable_guard", ignore=ignored)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 200_000
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "megastable_guard/run_files.py" in names and "megastable_guard/adapters/lightning.py" in names
+    code = (
+        "import sys; import megastable_guard as guard; assert 'numpy' not in sys.modules; "
+        "from megastable_guard.step_judge import StepJudge; from megastable_guard.guard_record import GuardRecord; "
+        "from megastable_guard.run_files import RunFiles; "
+        "print(guard.__file__, sorted({'torch', 'pyarrow', 'megastable'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(wheel), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(wheel) in done.stdout and done.stdout.endswith(" []\n")
+
+
 @pytest.mark.slow
 def test_a_wheel_alone_trains_under_a_supervisor(wheel: Path, tmp_path: Path) -> None:
     """The quickstart's steps in a folder from which no checkout can be imported."""

@@ -24,10 +24,10 @@ PACKAGES = {
 # From below: what a room may import, beside itself. The loop, train.py, stands on all of them.
 TRAINING = {
     "guard": "",
-    "base": "",
+    "base": "guard",
     "config": "base guard",
     "parallel": "base",
-    "run": "base config",
+    "run": "base config guard",
     "optim": "base config parallel",
     "model": "base config parallel",
     "data": "base config run",

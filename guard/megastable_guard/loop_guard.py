@@ -18,7 +18,6 @@ What it decides is the pure `StepJudge`; what it keeps, `HostCopies`; what it ex
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 import warnings
@@ -33,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
-from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
+from megastable_guard.guard_record import GuardRecord, GuardReport
 from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
 from megastable_guard.random_states import restore_random_states
 from megastable_guard.sample_examiner import (
@@ -45,8 +44,8 @@ from megastable_guard.sample_examiner import (
     WindowRemedy,
     choose_sample_remedy,
 )
+from megastable_guard.sampler import SkippableSampler
 from megastable_guard.step_judge import GuardState, StepJudge
-from megastable_guard.trials import HarmTrial
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Guard:
         others: what else is to be rewound, by name.
         config: thresholds and budgets.
         interval, keep: steps from one copy in host memory to the next, and how many; keep=0: nothing is rewound.
-        run_dir: for the journal; None: none is written.
+        run_dir: of this run: the first rank writes journal and step records there (docs/guard.md); None: none.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Guard:
         self.copies = HostCopies(model, optimizer, stateful_parts, interval, keep) if keep else None
         self.step = 0  # of the last check
         self.updates = 0  # applied ones
-        self.journal = Path(run_dir) / "journal.jsonl" if run_dir is not None else None
+        self.record = GuardRecord(run_dir)
         # Of the last verdict: steps whose data is left for later, and ids of bad samples.
         self.deferred, self.skipped = list[int](), list[int]()
         self.samples, self._cleared = SampleExaminer(model, self.copies), 0
@@ -158,6 +157,8 @@ class Guard:
         mean_loss, norm_value, knows_ids = self._average_over_ranks(
             float(loss), float(gradient_norm), weight, sample_ids is not None
         )
+        if not self.record.has_begun:
+            self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         step_signals = Signals(
             self.step + 1, mean_loss, norm_value, float(self.optimizer.param_groups[0]["lr"])
@@ -185,17 +186,15 @@ class Guard:
             )
         if not step_verdict.apply:
             restore_buffers(self.model, self._forward)
-            event = "rewound" if step_verdict.rewind else "discarded"
-            self._write_event(event, step_verdict, mean_loss, norm_value)
-            if knows_ids and not step_verdict.rewind:
-                self._examine_refused()
         elif step_verdict.alert and self._alert != step_decision.reason:
-            self._write_event("alert", step_verdict, mean_loss, norm_value)
             warnings.warn(f"megastable guard, step {self.step}: {step_decision.reason}", stacklevel=2)
         self._alert = step_decision.reason if step_verdict.alert else ""
         if not self._sees_forward:  # the next step begins as this one ends
             self._forward = read_forward_state(self.model)
         self._awaits_forward = True
+        self.record.note_step(step_decision, step_signals, step_verdict.apply, self.judge.policy.state)
+        if knows_ids and not step_verdict.apply and not step_verdict.rewind:
+            self._examine_refused()
         return step_verdict
 
     def rewind(self) -> int:
@@ -205,7 +204,7 @@ class Guard:
         no rewind."""
         if self._decision is None or not self._decision.action.rewinds or self.copies is None:
             raise RuntimeError("guard.rewind() belongs behind a check whose verdict says rewind")
-        finding, tripped = self._decision.finding, self.step
+        finding, tripped, began = self._decision.finding, self.step, time.monotonic()
         restored_copy = self.copies.restore_before(finding.onset)
         remedy = self._examine_window(finding) if self.samples.knows_ids else None
         restored_copy = self.copies.newest[0]
@@ -229,6 +228,7 @@ class Guard:
                 remedy.cause, self.updates, proven=remedy.proven, bad=remedy.skipped
             )
         self.skipped, self.deferred = [*named_before, *remedy.skipped], list(remedy.deferred)
+        self.record.note_rewind(finding, self.step, len(self.deferred), time.monotonic() - began)
         return self.step
 
     def _examine_refused(self) -> None:
@@ -243,7 +243,7 @@ class Guard:
             policy.note_skipped(found.bad_positions, proven=False)
             self.skipped = found.bad_positions
             self.samples.bad_by_step[self.step] = self.skipped
-        self._write_examined(found, self.step, None)
+        self.record.note_cause(found.cause, found.reason, self.skipped)
 
     def _examine_window(self, finding: Finding) -> WindowRemedy | None:
         """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
@@ -265,7 +265,9 @@ class Guard:
         remedy = choose_sample_remedy(found, trial, window, may_skip)
         if remedy.skipped and is_finite and not remedy.proven:
             policy.take_untried(len(remedy.skipped))
-        self._write_examined(found, finding.onset, trial)
+        if trial is not None:
+            self.record.note_trial(finding.step, self.copies.newest[0].step, trial.facts, trial.reason)
+        self.record.note_cause(remedy.cause, found.reason, remedy.skipped)
         return remedy if is_finite else replace(remedy, proven=True)
 
     def hold_refused(self, scheduler: Any = None) -> None:
@@ -307,17 +309,30 @@ class Guard:
         """For a checkpoint of the run. The copies are not in it: a resumed run begins with new ones."""
         return {
             "step": self.step, "updates": self.updates, "cleared": self._cleared,
-            "judge": self.judge.state.model_dump(mode="json"),
+            "judge": self.judge.state.model_dump(mode="json"), "record": self.record.read_state(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.updates = int(state["step"]), int(state["updates"])
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
+        self.record.restore_state(state.get("record", {}))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
         self.skipped, self._cleared = [], int(state["cleared"])
         self.samples.forget_after(-1)
         if self.copies is not None:
             self.copies.forget_copies()
+
+    def report(self, sampler: SkippableSampler | None = None) -> GuardReport:
+        """What the guard has done so far, also before a resume: a dict of JSON, and as `str` a text. sampler: whose
+        deferred and skipped samples are counted."""
+        left_out = sampler.count_left_out() if sampler is not None else None
+        return self.record.report_counts(self.step, self.updates, left_out)
+
+    def finish_run(self, sampler: SkippableSampler | None = None) -> None:
+        """The run is complete: the run directory says so, with the report in summary.json. A run that ends without this
+        counts as interrupted."""
+        self.record.close_incident(self.step, "open")
+        self.record.finish_run(self.step, self.report(sampler))
 
     def _make_verdict(self, decision: Decision) -> StepVerdict:
         """Without a copy from before the onset a finite update is applied: a loop of somebody else is not ended."""
@@ -356,35 +371,14 @@ class Guard:
         norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
         return math.hypot(*(float(n.full_tensor() if hasattr(n, "full_tensor") else n) for n in norms))
 
-    def _write_event(self, event: str, verdict: StepVerdict, loss: float, norm: float) -> None:
-        """What was decided on a step."""
-        numbers = {"loss": loss, "grad_norm": norm}
-        self._write_line(
-            event, verdict.step, verdict.onset, verdict.reason,
-            {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()},
-        )  # fmt: skip
-
-    def _write_examined(self, found: Conclusion, step: int, trial: HarmTrial | None) -> None:
-        """What was found about the samples, what becomes of them, and what a trial has shown."""
-        trial_facts = {} if trial is None else {"trial": {**trial.facts, "reason": trial.reason}}
-        self._write_line(
-            "examined", step, step, found.reason,
-            {"cause": found.cause, "bad": found.bad_positions, **trial_facts},
-        )  # fmt: skip
-
-    def _write_line(self, event: str, step: int, onset: int, reason: str, fields: Mapping[str, Any]) -> None:
-        """A line of the journal, by the first rank."""
-        if self.journal is None or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-            return
-        self.journal.parent.mkdir(parents=True, exist_ok=True)
-        journal_line = {
-            "time": round(time.time(), 3), "event": event, "step": step, "onset": onset, "reason": reason, **fields,
-        }  # fmt: skip
-        with self.journal.open("a") as file:
-            file.write(json.dumps(journal_line) + "\n")
-
 
 def _as_numbers(values: Sequence[Any] | Tensor | None) -> tuple[Any, ...]:
     if values is None:
         return ()
     return tuple(values.detach().flatten().tolist() if isinstance(values, Tensor) else values)
+
+
+def _read_rank() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)

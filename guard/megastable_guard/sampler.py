@@ -156,6 +156,10 @@ class SkippableSampler(Sampler[int]):
             self._left_out -= positions
             self._deferred = [entry for entry in self._deferred if entry[2] not in positions]
 
+    def count_left_out(self) -> dict[str, int]:
+        """Samples that are deferred and not read again yet, and that are skipped for good."""
+        return {"deferred": len(self._deferred) - self._place.late, "skipped": len(self._skipped)}
+
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """For a checkpoint after `step` updates; None: after all that were yielded."""
         place = self._place if step is None else self._start_of(step)

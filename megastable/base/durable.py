@@ -3,8 +3,6 @@ the journal or a ledger are whole or moved aside."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 import socket
@@ -12,49 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
 from megastable.base.errors import DataError
+from megastable_guard import durable_files
+from megastable_guard.durable_files import is_whole_line
 
-
-def sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def lock_file(path: Path, seconds: float = 1.0) -> IO[str] | None:
-    """The file at `path`, locked for as long as it stays open; None when another process holds it for all of `seconds`.
-
-    A process that only checks the lock (a status command) holds it for an instant. Raises OSError.
-    """
-    lock_file = path.open("a+")
-    is_locked = False
-    try:
-        is_locked = _lock(lock_file, seconds)
-    finally:
-        if not is_locked:
-            lock_file.close()
-    return lock_file if is_locked else None
-
-
-def _lock(file: IO[Any], seconds: float) -> bool:
-    """Wait for other holders, but not forever for one that was stopped; whether it is locked. Raises OSError."""
-    wait_until, pause = time.monotonic() + seconds, 0.01
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > wait_until:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)  # each try is a message to the server of a shared file system
+# The guard writes run directories, too.
+lock_file, sync_directory = durable_files.lock_file, durable_files.sync_directory
+write_file = durable_files.write_file
 
 
 def write_output(path: Path, text: str) -> None:
@@ -73,24 +38,6 @@ def write_output(path: Path, text: str) -> None:
         raise  # the reader has closed the pipe
     except OSError as error:
         raise DataError(f"{path} could not be written: {error.strerror or error}") from None
-
-
-def write_file(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Write a file under a temporary name, then rename it over an older one. mode: file permissions, None = by the
-    umask. Raises OSError."""
-    temporary_path = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary_path.open("wb") as temporary_file:
-            if mode is not None:
-                os.fchmod(temporary_file.fileno(), mode)
-            temporary_file.write(content)
-            temporary_file.flush()
-            os.fsync(temporary_file.fileno())
-        os.replace(temporary_path, path)
-        sync_directory(path.parent)
-    finally:
-        with suppress(OSError):
-            temporary_path.unlink(missing_ok=True)
 
 
 def write_data_file(path: Path, content: bytes) -> None:
@@ -176,26 +123,10 @@ def folder_stamp(folder: Path) -> int | None:
     return changed_ns if time.time() - changed_ns / 1e9 > RECENT else None
 
 
-PATIENCE = 10.0  # seconds to wait for another process's lock
-
-
 def append_line(path: Path, line: str) -> None:
-    """Append a line and wait until it is on disk. Raises DataError on failure.
-
-    A torn last line (from a crash) is first moved to NAME.torn, so that the new line does not run into it. A lock
-    keeps two processes from writing at once.
-    """
+    """As `durable_files.append_line`. Raises DataError."""
     try:
-        is_new = not path.exists()
-        with path.open("a+b") as line_file:
-            if not _lock(line_file, PATIENCE):
-                raise OSError(f"another process has held it for {PATIENCE:.0f} s")
-            _mend(path, line_file)
-            line_file.write(line.encode() + b"\n")
-            line_file.flush()
-            os.fsync(line_file.fileno())
-        if is_new:
-            sync_directory(path.parent)
+        durable_files.append_line(path, line)
     except OSError as error:
         raise DataError(f"{path} could not be written: {error}") from error
 
@@ -219,32 +150,6 @@ def read_content(path: Path) -> tuple[bytes, bytes]:
         raise DataError(f"{path} cannot be read: {error}") from error
     end_of_lines = file_content.rfind(b"\n") + 1
     last_line = file_content[end_of_lines:]
-    if not last_line or _whole(last_line):
+    if not last_line or is_whole_line(last_line):
         return file_content, b""
     return file_content[:end_of_lines], last_line
-
-
-def _mend(path: Path, file: IO[bytes]) -> None:
-    """Complete or move the torn last line of a file that is open for reading and appending."""
-    file_size = file.seek(0, os.SEEK_END)
-    # Our lines are short: the last megabyte holds the tail, without reading the whole file.
-    file.seek(max(0, file_size - (1 << 20)))
-    last_line = file.read().rsplit(b"\n", 1)[-1]
-    if not last_line:
-        return
-    if _whole(last_line):
-        file.write(b"\n")
-        return
-    with path.with_name(path.name + ".torn").open("ab") as torn_file:
-        torn_file.write(last_line + b"\n")
-        torn_file.flush()
-        os.fsync(torn_file.fileno())
-    file.truncate(file_size - len(last_line))
-
-
-def _whole(tail: bytes) -> bool:
-    try:
-        json.loads(tail)
-    except (ValueError, RecursionError):
-        return False
-    return True

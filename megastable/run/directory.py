@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +26,7 @@ from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of_line
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import RolledBack, Training
+from megastable_guard import run_files
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ Kind = TypeVar("Kind", bound=Event)
 IDENTITY = ("model", "run.seed")
 # ... and keys of them that only affect computing or training.
 FREE = ("model.max_positions", "model.z_loss")
+
+as_json = run_files.as_json  # the guard writes journals, too
 
 
 class RunDirectory:
@@ -193,11 +195,6 @@ def encode_recipe(config: RunConfig, fingerprints: list[str], ds_config: dict[st
     return yaml.safe_dump(recipe_content, sort_keys=False).encode()
 
 
-def as_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: nan and infinities become text, which float() parses."""
-    return json.dumps(_plain(value), default=str, indent=indent)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or broken."""
     try:
@@ -205,14 +202,6 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return json_value if isinstance(json_value, dict) else {}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(value_below) for name, value_below in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(value_below) for value_below in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _below(key: str, parts: tuple[str, ...]) -> bool:

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from megastable.base import durable
 from megastable.base.durable import folder_stamp
+from megastable_guard import step_files
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ LOOSE = 20  # files that are left as they are while there are fewer: each compac
 TRIES, PAUSE = (8, 0.1)
 LAST_STEP = 1 << 62
 GONE = "it is listed, and gone"
+name_file = step_files.name_file  # the guard writes such files, too
 NAME = re.compile(r"(\d+)-(\d+)-(?:(\d+)-)?(\d+)\.parquet")
 
 
@@ -57,11 +59,6 @@ class ReadFile(NamedTuple):
     table: pa.Table | None
     problem: str = ""
     has_others: bool = False
-
-
-def name_file(low: int, high: int, *stamps: int) -> str:
-    """The name of a file with the steps from `low` to `high`. stamps: one, or those of the first and the last flush."""
-    return "-".join([f"{low:08d}", f"{high:08d}", *map(str, stamps)]) + ".parquet"
 
 
 def parse_name(name: str) -> RecordFile:

@@ -283,7 +283,8 @@ class RunHistory:
     arguments of its last start. word: the name of the last event that shows which process is at work; goodbye: the last
     of GOODBYES, if nothing ran since; since_launch: those of this attempt, and faulty hosts. restart: the pending one,
     or what it waits for; restarts: by how the attempts before them ended. under_way: the newest attempt was launched,
-    and no end of it is journaled. rejected: the newest step whose checkpoint it passed over.
+    and no end of it is journaled. rejected: the newest step whose checkpoint it passed over. is_guarded: a
+    loop of somebody else trains, under the guard alone.
 
     Since a person started the run: failed_attempts; unanswered: the failure that is not acted on yet; failed: the time
     of the last one, until training goes on. launched: whether an attempt began since then; widest: on how many hosts at
@@ -316,7 +317,7 @@ class RunHistory:
         self.restarts = Counter[str]()
         self.attempts: dict[int, AttemptHistory] = {}
         self.starts: list[StartFacts] = []
-        self.under_way = False
+        self.under_way = self.is_guarded = False
         self.rejected = 0
         self.failed_attempts: list[FailedAttempt] = []
         self.unanswered: FailedAttempt | None = None
@@ -469,6 +470,7 @@ class RunHistory:
         match event:
             case Training():
                 self.clock = max(self.clock, step or 0)
+                self.is_guarded = bool(event.guarded)
                 if step is not None:
                     self._undo(step)
                 software = {str(package_name): str(value) for package_name, value in event.software.items()}

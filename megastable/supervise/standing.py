@@ -116,6 +116,9 @@ def _ended(told: RunHistory) -> Standing:
 
 def advise_person(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bool | None) -> str:
     """The next action for a person, a sentence."""
+    if told.is_guarded and stands.state in (State.HUNG, State.STOPPED, State.INTERRUPTED, State.FAILED):
+        end_text = "end it, then start" if stands.state is State.HUNG else "start"
+        return f"{end_text} its script again, with the checkpoint that it wrote last"
     again = make_visible(shlex.join(build_resume_command(run, told)))
     match stands.state:
         case State.RUNNING | State.STARTING if _orphaned(told, supervised):

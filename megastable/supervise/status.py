@@ -138,7 +138,8 @@ class Status:
     between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
     until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
     signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when
-    and why automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that
+    and why automatic remedies are paused, "" if they are not. guarded: a loop of somebody else trains, under the guard
+    alone. goodput: where the time went (run/goodput), None if that
     is not known; `settled` of it: seconds by kind of what will not change any more.
     problems: what could not be read.
     """
@@ -183,6 +184,7 @@ class Status:
     restarts: dict[str, int]
     incidents: tuple[IncidentSummary, ...]
     refused: int
+    guarded: bool
     alert: str
     trends: dict[str, str]
     goodput: Mapping[str, Any] | None
@@ -350,6 +352,7 @@ class RunWatch:
             restarts=dict(s.restarts),
             incidents=tuple(_summarize_incident(case) for _, case in sorted(s.incidents.items())),
             refused=s.refused,
+            guarded=s.is_guarded,
             alert=_describe_alert(s),
             trends={
                 make_visible(k, 40): make_visible(event.text or "", 300) for k, event in s.trends.items()

@@ -185,7 +185,8 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         newest_text = f"{newest.name}, {_ago(s.time - newest.time)}"
         newest_text += f", {show_size(newest.size)}" if newest.size else ""
         newest_text += f"; {len(older)} older" if older else ""
-    yield "checkpoint", Text(newest_text)
+    if not s.guarded:
+        yield "checkpoint", Text(newest_text)
     yield "incidents", _incidents(s)
     if s.restarts or len(s.attempts) > 1:
         restarts_text = f"{sum(s.restarts.values())}"

@@ -142,8 +142,9 @@ def test_guard_rewinds_on_several_ranks(wrap: Callable[[nn.Module], nn.Module], 
 def test_guard_refuses_a_single_batch_and_goes_on(tmp_path: Path) -> None:
     loop = Loop(True, run_dir=tmp_path).train(STEPS, {90: 30.0})
     assert (loop.refused, loop.rewound) == ([90], []) and loop.scheduler.last_epoch == STEPS - 1
-    (line,) = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
-    assert (line["event"], line["step"]) == ("discarded", 90) and "sigma" in line["reason"]
+    lines = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
+    (line,) = [line for line in lines if line["event"] == "discarded"]
+    assert line["step"] == 90 and "sigma" in line["reason"]
 
 
 def test_guard_leaves_a_healthy_run_alone() -> None:
@@ -298,8 +299,8 @@ def run_readme(
     code = code.replace("runs/mine", str(folder)).replace("updates=steps", "updates=300")
     code = code.replace("\n# With", after_sampler)
     exec(code, names | {"skipped": skipped})
-    lines = (folder / "journal.jsonl").read_text().splitlines() if folder.exists() else []
-    return list(model.parameters()), [json.loads(line) for line in lines]
+    lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return list(model.parameters()), [line for line in lines if line["event"] in ("discarded", "incident")]
 
 
 def test_the_loop_of_the_readme_ends_as_one_that_never_saw_the_data(tmp_path: Path) -> None:
@@ -308,5 +309,12 @@ def test_the_loop_of_the_readme_ends_as_one_that_never_saw_the_data(tmp_path: Pa
     bad = order[99 * 64 : 101 * 64]
     weights, lines = run_readme(tmp_path / "one", bad, [])
     expected, no_lines = run_readme(tmp_path / "other", bad, bad)
-    assert [(line["event"], line["step"]) for line in lines] == [("discarded", 100), ("rewound", 101)]
+    told = [(line.get("what", line["event"]), line["step"]) for line in lines]
+    assert told[:5] == [
+        ("discarded", 100),
+        ("opened", 100),
+        ("discarded", 101),
+        ("opened", 101),
+        ("rewound", 101),
+    ]
     assert not no_lines and same(weights, expected)

@@ -50,6 +50,12 @@ def write_samples(seed: int, bad: Sequence[int] = (), new: Sequence[int] = ()) -
     return samples
 
 
+def read_events(run: Path, name: str) -> list[dict[str, Any]]:
+    """Lines of a guarded run's journal."""
+    lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == name]
+
+
 class Chain(nn.Module):
     """Mean loss of each sample, [n]."""
 
@@ -195,9 +201,10 @@ def test_a_refused_update_loses_its_bad_samples_alone(losses: bool, tmp_path: Pa
     state = loop.read_state()
     update = list(SkippableSampler(SAMPLES, BATCH))[99 * BATCH : 100 * BATCH]
     assert {index for index, _, _ in loop.sampler.state_dict()["deferred"]} == set(update) - set(bad)
-    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["step"]) for line in lines] == [("discarded", 100), ("examined", 100)]
-    assert lines[1]["cause"] == "data" and lines[1]["bad"] == sorted(bad)
+    attributed = [line for line in read_events(tmp_path, "incident") if line["what"] == "attributed"]
+    assert [(line["number"], line["cause"]) for line in attributed] == [(1, "data")]
+    named_ids = [index for first, end in attributed[0]["positions"] for index in range(first, end)]
+    assert named_ids == sorted(bad) and loop.guard.report()["skipped_samples"] == len(bad)
     # Looking at them has left no trace: the others are read after the end of this run.
     assert same(state, NamingLoop(write_samples(0, bad), names=False).train(STEPS).read_state())
 
@@ -207,8 +214,7 @@ def test_new_data_is_trained_through(count: int, tmp_path: Path) -> None:
     """No sample of it is lost, though its first update was refused, with samples named; and no trouble follows."""
     new = choose_samples(1, [count] * 100)
     loop = NamingLoop(write_samples(1, new=new), seed=1, run_dir=tmp_path).train(STEPS)
-    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    trials = [line["trial"] for line in lines if "trial" in line]
+    trials = read_events(tmp_path, "branches_tried")
     assert [trial["verdict"] for trial in trials] == ["new"] and trials[0]["cost"] < 0 < trials[0]["learnt"]
     assert loop.verdicts[-1].rewind and not loop.sampler._skipped and not loop.sampler._deferred
     order = list(SkippableSampler(SAMPLES, BATCH, seed=1))
@@ -243,19 +249,17 @@ def test_a_trial_takes_place_where_refused_updates_are_held(tmp_path: Path) -> N
     bad, trials, states = choose_samples(0, [4, 4, 4]), list[Any](), list[Any]()
     for holds in (False, True):
         loop = NamingLoop(write_samples(0, bad), holds=holds, run_dir=tmp_path / str(holds)).train(STEPS)
-        lines = (tmp_path / str(holds) / "journal.jsonl").read_text().splitlines()
-        trials += [line["trial"] for line in map(json.loads, lines) if "trial" in line]
+        trials += read_events(tmp_path / str(holds), "branches_tried")
         states.append(loop.read_state())
-    assert len(trials) == 2 and trials[0] == trials[1] and trials[0]["cost"] != 0
+    assert len(trials) == 2 and trials[0]["reason"] == trials[1]["reason"] and trials[0]["cost"] != 0
     assert same(*states)
 
 
 def test_without_a_look_ahead_harmless_samples_stand_for_the_data_to_come(tmp_path: Path) -> None:
     bad = choose_samples(0, [4, 4])
     loop = NamingLoop(write_samples(0, bad), ahead=False, run_dir=tmp_path).train(STEPS)
-    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert sorted(loop.named) == sorted(bad) and not loop.deferred
-    assert lines[-1]["event"] == "examined" and lines[-1]["trial"]["verdict"] in ("bad", "noise")
+    assert read_events(tmp_path, "branches_tried")[-1]["verdict"] in ("bad", "noise")
 
 
 def test_a_damaged_state_is_no_good_state_and_its_data_not_bad(tmp_path: Path) -> None:
@@ -270,10 +274,13 @@ def test_a_damaged_state_is_no_good_state_and_its_data_not_bad(tmp_path: Path) -
         for parameter in loop.model.parameters():
             parameter += torch.randn(parameter.shape)
     loop.train(STEPS)
-    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     rewinds = [number for number, verdict in enumerate(loop.verdicts) if verdict.rewind]
     assert len(rewinds) == 1 and loop.returned[rewinds[0]] == steps[-2]
-    assert lines[-1]["cause"] == "state" and not loop.named and loop.deferred
+    assert (
+        read_events(tmp_path, "incident")[-1]["summary"]["cause"] == "state"
+        and not loop.named
+        and loop.deferred
+    )
 
 
 def test_judge_losses_names_few_harmless_samples() -> None:

@@ -49,6 +49,11 @@ class GuardCallback(TrainerCallback):
         self.guard = Guard(given["model"], given["optimizer"], given["lr_scheduler"], **self.options)
         self.guard.hold_refused(given["lr_scheduler"])
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        self.guard.finish_run(self.sampler)
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:

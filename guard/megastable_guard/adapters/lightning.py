@@ -33,6 +33,9 @@ class LightningGuard(Callback):
         self.guard = Guard(pl_module, trainer.optimizers[0], *[*schedules.values()][:1], **self.options)
         self.guard.hold_refused(schedules.get("step"))
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.guard.finish_run(self.sampler)
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         self.loss = self.loss + loss.detach()  # of a micro-batch, divided by their number already
 

@@ -130,7 +130,11 @@ class Run:
         self.config: RunConfig | None = None
         self.recipe, self.ledger = b"", Ledger([])
         try:
-            self.config, self.recipe = load_recipe(self.directory.recipe), self.directory.recipe.read_bytes()
+            if self.directory.recipe.exists() or not self.journal.is_guarded:
+                self.config, self.recipe = (
+                    load_recipe(self.directory.recipe),
+                    self.directory.recipe.read_bytes(),
+                )
         except (ConfigError, OSError) as error:
             self.problems.append(f"the recipe: {error}")
         try:
@@ -208,7 +212,7 @@ class Gatherer:
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[SampleText] = []
         tokens: Tokens | None = None
-        if i.shown and run.shows_texts:
+        if i.shown and run.shows_texts and not run.journal.is_guarded:
             samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.bad and samples:
             tokens = self._try("the tokens", self._tokens, None)
@@ -416,9 +420,11 @@ class Gatherer:
         c, root = self.config, self.run.directory.root
         name, world = root.resolve().name, self.journal.find_world(self.begin)
         if c is None:
-            return RunFacts(name=name, directory=str(root), world=world, public=self.run.public is not None)
-        onset = [step_row.first_position for step_row in rows if step_row.step == self.incident.onset]
-        global_batch = c.batches.value_at(onset[-1]) if onset else c.train.global_batch
+            public, guarded = self.run.public is not None, self.journal.is_guarded
+            return RunFacts(name=name, directory=str(root), world=world, public=public, guarded=guarded)
+        at_onset = [row.first_position for row in rows if row.step == self.incident.onset]
+        known_onsets = [position for position in at_onset if position is not None]
+        global_batch = c.batches.value_at(known_onsets[-1]) if known_onsets else c.train.global_batch
         return RunFacts(
             name=name, directory=str(root), world=world, steps=c.train.steps, global_batch=global_batch,
             sequence_length=c.model.sequence_length, lr=c.optimizer.lr,

@@ -196,12 +196,13 @@ def _end(root: Path, path: str) -> tuple[int, bytes]:
         return file_bytes, stream.read(COPIED)
 
 
-VERSION = 9  # of the derived files: a change rewrites all incidents
+VERSION = 10  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
     """name: of the directory. world: ranks at the time. global_batch: at the onset. lr: the peak rate. price: of a
-    GPU-hour, in `currency`. public: the report is for readers who have nothing of the run but its published record."""
+    GPU-hour, in `currency`. guarded: a loop of somebody else, under the guard alone: its positions are indices of a
+    dataset. public: the report is for readers who have nothing of the run but its published record."""
 
     name: str
     directory: str
@@ -216,6 +217,7 @@ class RunFacts(Facts):
     price: float | None = None
     currency: str = ""
     public: bool = False
+    guarded: bool = False
 
 
 class IncidentFacts(IncidentFields):
@@ -314,8 +316,8 @@ class StepRow(BaseModel):
     time: float
     loss: float
     grad_norm: float
-    first_position: int
-    next_position: int
+    first_position: int | None = None  # a guarded run knows none
+    next_position: int | None = None
     applied: bool = True
     finite: bool = True
     lr: float | None = None

@@ -29,7 +29,8 @@ class Journal:
     """events: in order, without the policy's memory, of which every event of an incident has a copy.
 
     own: indexes of each incident's events, by number; later: its `IncidentLater`. refused: events of refused updates,
-    by step. Raises DataError for a file that cannot be read.
+    by step. is_guarded: a loop of somebody else wrote it, under the guard alone. Raises DataError for a file that
+    cannot be read.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -38,6 +39,7 @@ class Journal:
         self.later: dict[int, list[IncidentLater]] = defaultdict(list)
         self.refused: dict[int, list[Event]] = defaultdict(list)
         self._turns: list[int] = []
+        self.is_guarded = False
         self.problems: list[str] = []
         odd_lines, was_collecting = 0, gc.isenabled()
         gc.disable()  # with a million live events it would take as long as reading them
@@ -60,6 +62,7 @@ class Journal:
         self.events.append(event.drop_field("policy"))
         if isinstance(event, TURNS):
             self._turns.append(event_index)
+            self.is_guarded |= isinstance(event, Training) and bool(event.guarded)
         elif isinstance(event, Discarded) and isinstance(step, int):
             self.refused[step].append(event)
         elif isinstance(event, IncidentLater):

@@ -89,6 +89,8 @@ def name_mood(outcome: str) -> str:
 
 def type_remark(i: IncidentFacts) -> str:
     """The meaning of the type; "" for a failed process or file."""
+    if i.actions == ["discard"]:
+        return "over with the refused updates"
     return "" if i.breakdown else TYPES.get(i.kind, ("", ""))[1]
 
 
@@ -156,7 +158,8 @@ def _found_and_done(e: Evidence) -> str:
         told = [f"Skipped{until_text}: {skipped}."] if i.positions else []
         told += [f"The run resumed from {back_to}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
-    found_bad = f"{count_noun(count_positions(i.bad), 'sample')} of {count_documents(e)}"
+    found_bad = count_noun(count_positions(i.bad), "sample")
+    found_bad += "" if e.run.guarded else f" of {count_documents(e)}"
     or_fp8 = ", or FP8 the cause" if _left_first(i) else ""
     cause_text = {
         "data": f"{found_bad} {'was' if count_positions(i.bad) == 1 else 'were'} bad.",
@@ -175,6 +178,7 @@ def _found_and_done(e: Evidence) -> str:
     went = f"The run was rewound in memory to {back_to}{skipped} and continued"
     action_text = {
         "apply": "The run trained on; nothing was taken away.",
+        "discard": f"{count_noun(i.batches_discarded, 'update')} refused: the weights never saw the data.",
         "skip": "The run skipped them from there on. Nothing was undone.",
         "wait": "The run went on and waited for it to heal by itself, as a branch without any change had. Nothing was "
         "undone.",
@@ -269,9 +273,9 @@ def list_figures(e: Evidence) -> list[tuple[str, str, str]]:
         loss_range = f"{format_number(i.loss_before)} before, {format_number(i.loss_after)} after"
         key_figures.append(("peak loss", format_peak(i, i.loss_peak), loss_range))
         key_figures.append(("gradient norm", format_peak(i, i.norm_peak), "its peak, before clipping"))
-    refused_text = f", {count_noun(c.batches_refused, 'update')} refused" if c.batches_refused else ""
+    refused_text = f"{count_noun(c.batches_refused, 'update')} refused" if c.batches_refused else ""
     token_text = "" if c.tokens is None else f"{c.tokens:,} tokens"
-    key_figures.append(("steps lost", f"{c.steps:,}", token_text + refused_text))
+    key_figures.append(("steps lost", f"{c.steps:,}", ", ".join(filter(None, [token_text, refused_text]))))
     key_figures.append(("time lost", show_duration(c.seconds), "done again, searching, waiting"))
     if c.gpu_hours is not None:
         money_text = f"{c.money:,.2f} {e.run.currency}" if c.money is not None else "no price is set"
@@ -279,6 +283,7 @@ def list_figures(e: Evidence) -> list[tuple[str, str, str]]:
         key_figures.append(("GPU-hours", hours_text, money_text))
     if i.positions:
         sample_kind, document_text = ("bad", count_documents(e)) if i.bad else ("skipped", "")
+        document_text = "of the dataset" if e.run.guarded else document_text
         key_figures.append((f"samples {sample_kind}", f"{count_positions(i.positions):,}", document_text))
     if i.deferred:
         return_text = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
@@ -304,10 +309,12 @@ def cost_explained(e: Evidence) -> str:
         cost_parts.append(f"from the end of a process to the first step of the next: {down}")
     cost_text = "; ".join(cost_parts) + "."
     if c.gpu_hours is not None:
-        cost_text += f" GPU-hours are {r.world} ranks times these {c.seconds:,.1f} seconds, over 3600"
-        cost_text += f"; a GPU-hour costs {r.price:g} {r.currency}." if r.price is not None else (
-            "; supervise.gpu_hour_price in the recipe gives them a price."
-        )  # fmt: skip
+        ranks_text = count_noun(r.world or 0, "rank")
+        cost_text += f" GPU-hours are {ranks_text} times these {c.seconds:,.1f} seconds, over 3600"
+        price_text = f"; a GPU-hour costs {r.price:g} {r.currency}" if r.price is not None else ""
+        if r.price is None and r.steps is not None:  # there is a recipe
+            price_text = "; supervise.gpu_hour_price in the recipe gives them a price"
+        cost_text += f"{price_text}."
     if c.tokens is not None:
         cost_text += f" Tokens are steps times {r.global_batch} samples of {r.sequence_length} tokens."
     return cost_text
@@ -369,7 +376,9 @@ def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
 
 def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     i, r, run = e.incident, e.run, shlex.quote(e.run.directory)
-    if i.cause == "data":
+    if i.cause == "data" and r.guarded:
+        yield FollowUp("Look at these samples of the dataset, and find out where they came from.")
+    elif i.cause == "data":
         yield FollowUp(
             "Read the bad texts, and find out where these documents came from.",
             f"less {_here(e)}/samples.txt",

@@ -1,4 +1,4 @@
-"""Says how a run stands, in a sentence and twelve figures, and what it trains, in a few lines. Pure."""
+"""Says how a run stands, in a sentence and up to twelve figures, and what it trains, in a few lines. Pure."""
 
 from __future__ import annotations
 
@@ -87,6 +87,9 @@ def build_headline(
         _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents, undone),
         _goodput(account), _cost(account, recipe), _checkpoint(usable),
     ]  # fmt: skip
+    if s.guarded:  # a loop of somebody else: there is nothing of these
+        unknown = ("tokens", "MFU", "samples skipped", "checkpoint")
+        key_figures = [key_figure for key_figure in key_figures if key_figure.name not in unknown]
     shown = [
         {key: make_visible(field_text, 200) for key, field_text in key_figure._asdict().items()}
         for key_figure in key_figures
@@ -179,6 +182,8 @@ def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     token_speed = s.tokens_per_second if s.tokens_per_second is not None else median_speed
     step_seconds = s.rate if s.rate is not None else _median(recent["seconds"])
     step_text = "" if step_seconds is None else f"{step_seconds:.3g} s per step, of late"
+    if s.guarded:
+        return Figure("a step", "?" if step_seconds is None else f"{step_seconds:.3g} s", "of late")
     return Figure("tokens/s", "?" if token_speed is None else shorten_number(token_speed), step_text)
 
 
@@ -341,6 +346,8 @@ def _precision(recipe: Mapping[str, Any]) -> str:
 
 def _layout(recipe: Mapping[str, Any], world: int | None) -> str:
     given, told, replica_ranks = _section(recipe, "parallel"), list[str](), 1
+    if not recipe:
+        return count_noun(world, "rank") if world else ""
     for axis_name in ("tensor", "pipeline", "context"):
         size = given.get(axis_name)
         if isinstance(size, int) and size > 1:

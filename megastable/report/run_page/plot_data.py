@@ -197,7 +197,8 @@ def _lines(
     line_group = _group(axes, rows, starts, {name: _column(steps, name, rows) for name in LINES})
     if len(starts):
         clipped_share = trailing_share(steps["clipped"][longer_rows], starts, CLIPPED, lead)
-        line_group["series"]["clipped"] = encode_array(clipped_share)
+        if steps["next_position"].any():  # a guarded run records no positions, and not whether it clips
+            line_group["series"]["clipped"] = encode_array(clipped_share)
         band_low, band_high = trend_band(steps["loss"][longer_rows], starts, TREND, lead=lead)
         line_group["trend"] = {"low": encode_array(band_low), "high": encode_array(band_high)}
     return line_group

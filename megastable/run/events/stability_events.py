@@ -213,7 +213,8 @@ class IncidentEvent(Event):
             )
             about = f"{skipped_text} found harmless, to be read after all{self.format_reason()}"
         elif what == "rewound":
-            about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
+            position_text = f", going on from position {self['cursor']}" if "cursor" in self else ""
+            about = f"back at step {self.get('to_step')}{position_text}"
         elif what == "restarted":
             about = "training goes on in a new process"
         elif what == "handed over":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megastable.base.text import show_number, show_size
+from megastable.base.text import count_noun, show_number, show_size
 from megastable.run.events.event import (
     NOTHING,
     Event,
+    Flag,
     Items,
     OfIncident,
     Real,
@@ -24,10 +25,10 @@ class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
     started. lineage: of its copies on other disks and in memories. software: what rank 0 computes with
     (base/hardware.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
-    recipe."""
+    recipe. guarded: a loop of somebody else trains, under the guard alone: without recipe, data order and checkpoints
+    of ours."""
 
     NAME = "training"
-    TOLD = "training from position {cursor} on {world} ranks"
     step: Whole
     cursor: Whole
     world: Whole
@@ -36,6 +37,11 @@ class Training(Event):
     software: Tree = NOTHING
     peak_tflops: Real = None
     peak_source: Text = None
+    guarded: Flag = None
+
+    def describe_event(self) -> str:
+        from_text = f" from position {self['cursor']}" if "cursor" in self else ""
+        return f"training{from_text} on {count_noun(self.world or 0, 'rank')}"
 
 
 class Resumed(Event):
@@ -51,7 +57,7 @@ class Resumed(Event):
 
     def describe_event(self) -> str:
         resume_source = "the hosts' memory" if self.get("origin") == "memory" else self.get("checkpoint")
-        return f"resumed from {resume_source}"
+        return f"resumed from {resume_source or 'a checkpoint of its own'}"
 
 
 class MemoryResume(Event):
