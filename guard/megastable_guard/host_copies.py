@@ -1,7 +1,7 @@
 """Copies of a training state in host memory, to rewind to: weights, buffers, optimizer, scheduler, random states.
 
-Needs torch, and nothing of a framework: plain modules, DDP, FSDP2 (each rank copies its own part of a DTensor). The
-optimizer is one of torch, or wraps one that it names `optimizer`, as Accelerate's does.
+Needs torch, and nothing of a framework: plain modules, DDP, FSDP 1 and 2 (each rank copies its own part). The
+optimizers are of torch, or wrap one that they name `optimizer`, as Accelerate's does, or hold several.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class ForwardState:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """The state after `step` updates were offered to the guard. weights: parameters by name. moments: of every
-    parameter of the optimizer, in the order of its groups; groups: their settings. others: state dicts."""
+    """The state after `step` updates were offered to the guard. weights: parameters by name. masters: parameters of the
+    optimizers that are not the model's, such as fp32 copies of them. moments: of every parameter of the optimizers, in
+    the order of their groups; groups: their settings. others: state dicts."""
 
     step: int
     forward: ForwardState
     weights: dict[str, Tensor]
+    masters: list[Tensor]
     moments: list[dict[str, Any]]
     groups: list[dict[str, Any]]
     others: dict[str, dict[str, Any]]
@@ -61,9 +63,38 @@ def find_inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner_optimizer
 
 
+def find_inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch inside of a sequence, or of a container such as torchtitan's or Megatron's. Raises
+    TypeError."""
+    held_members = optimizer if isinstance(optimizer, list | tuple) else None
+    for member_name in ("optimizers", "chained_optimizers"):
+        named_members = getattr(optimizer, member_name, None)
+        held_members = named_members if isinstance(named_members, list | tuple) else held_members
+    if held_members is None:
+        return [find_inner_optimizer(optimizer)]
+    return [
+        inner_optimizer
+        for held_member in held_members
+        for inner_optimizer in find_inner_optimizers(held_member)
+    ]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; another tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def shard_like(present: Any, kept: Any) -> Any:
+    """A copy of a kept state, with DTensors where the present state has them: of an average of sharded weights."""
+    if isinstance(kept, dict) and isinstance(present, Mapping):
+        return {
+            kept_key: shard_like(present.get(kept_key), kept_value) for kept_key, kept_value in kept.items()
+        }
+    if isinstance(kept, Tensor) and hasattr(present, "to_local"):
+        own_part = kept.to(present.to_local().device, copy=True)
+        shard_layout = {"shape": present.shape, "stride": present.stride(), "run_check": False}
+        return type(present).from_local(own_part, present.device_mesh, present.placements, **shard_layout)
+    return copy.deepcopy(kept)
 
 
 def read_forward_state(model: torch.nn.Module) -> ForwardState:
@@ -84,7 +115,7 @@ class HostCopies:
     """The newest copies, thinned out with age. Every rank takes, drops and restores the same steps.
 
     Args:
-        model, optimizer: of this rank.
+        model, optimizer: of this rank; several optimizers as a sequence.
         others: what else belongs to the state, by name.
         interval, capacity: steps from one to the next, and how many are kept. Each needs the memory of the weights and
             the optimizer's state.
@@ -98,14 +129,8 @@ class HostCopies:
         interval: int,
         capacity: int,
     ) -> None:
-        self.model, self.optimizer, self.others = model, find_inner_optimizer(optimizer), others
+        self.model, self.optimizers, self.others = model, find_inner_optimizers(optimizer), others
         self.interval, self.capacity = interval, capacity
-        own_parameters = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in own_parameters for parameter in self._parameters()):
-            raise ValueError(
-                "the optimizer has parameters that are not the model's, and would not be rewound: pass a module that "
-                "holds all of them"
-            )
         self._kept: list[StateCopy] = []
 
     @property
@@ -132,13 +157,14 @@ class HostCopies:
         forward = ForwardState({name: self._copy(t) for name, t in forward.buffers.items()}, forward.random)
         with torch.no_grad():
             weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
-            moments = [self._copy(self.optimizer.state.get(p, {})) for p in self._parameters()]
+            master_weights = [self._copy(tensor) for tensor in self._masters()]
+            moments = [self._copy(inner.state.get(p, {})) for inner, p in self._parameters()]
             groups = [
                 {key: self._copy(value) for key, value in param_group.items() if key != "params"}
-                for param_group in self.optimizer.param_groups
+                for param_group in self._groups()
             ]
             others = {other_name: self._copy(other.state_dict()) for other_name, other in self.others.items()}
-        self._kept.append(StateCopy(step, forward, weights, moments, groups, others))
+        self._kept.append(StateCopy(step, forward, weights, master_weights, moments, groups, others))
 
     def restore_before(self, onset: int) -> StateCopy:
         """Restore the newest copy that no step from `onset` on has touched, and drop later ones."""
@@ -157,18 +183,23 @@ class HostCopies:
             )
         self.restore_weights(kept_copy)
         with torch.no_grad():
-            for parameter, moments in zip(self._parameters(), kept_copy.moments, strict=True):
-                self._restore_moments(parameter, moments)
-        for group, settings in zip(self.optimizer.param_groups, kept_copy.groups, strict=True):
+            for master_weight, kept_master in zip(self._masters(), kept_copy.masters, strict=True):
+                local_part(master_weight).copy_(kept_master)
+            for (inner_optimizer, parameter), moments in zip(
+                self._parameters(), kept_copy.moments, strict=True
+            ):
+                self._restore_moments(inner_optimizer, parameter, moments)
+        for group, settings in zip(self._groups(), kept_copy.groups, strict=True):
             for setting_key, setting_value in settings.items():
                 if isinstance(group.get(setting_key), Tensor):  # a learning rate that a captured update reads
                     group[setting_key].copy_(setting_value)
                 else:
                     group[setting_key] = copy.deepcopy(setting_value)
         for name, other in self.others.items():
-            other.load_state_dict(copy.deepcopy(kept_copy.others[name]))
+            other.load_state_dict(shard_like(other.state_dict(), kept_copy.others[name]))
         restore_random_states(kept_copy.forward.random)
-        self.optimizer.zero_grad(set_to_none=True)
+        for inner_optimizer in self.optimizers:
+            inner_optimizer.zero_grad(set_to_none=True)
 
     def restore_weights(self, kept_copy: StateCopy) -> None:
         """Weights and buffers alone: to measure by."""
@@ -177,12 +208,14 @@ class HostCopies:
                 local_part(tensor).copy_(kept_copy.weights[name])
         restore_buffers(self.model, kept_copy.forward)
 
-    def _restore_moments(self, parameter: Tensor, moments: Mapping[str, Any]) -> None:
+    def _restore_moments(
+        self, optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Any]
+    ) -> None:
         """In place where there are tensors already: a compiled or captured update refers to them."""
         if not moments:
-            self.optimizer.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)
             return
-        state = self.optimizer.state[parameter]
+        state = optimizer.state[parameter]
         for key in [key for key in state if key not in moments]:
             del state[key]
         for key, moment_value in moments.items():
@@ -194,14 +227,23 @@ class HostCopies:
             else:
                 state[key] = copy.deepcopy(moment_value)
 
-    def _parameters(self) -> Sequence[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        return [group for inner_optimizer in self.optimizers for group in inner_optimizer.param_groups]
+
+    def _parameters(self) -> Sequence[tuple[torch.optim.Optimizer, Tensor]]:
+        return [
+            (inner, p) for inner in self.optimizers for group in inner.param_groups for p in group["params"]
+        ]
+
+    def _masters(self) -> Sequence[Tensor]:
+        own_parameters = {id(parameter) for parameter in self.model.parameters()}
+        return [parameter for _, parameter in self._parameters() if id(parameter) not in own_parameters]
 
     def _copy(self, value: Any) -> Any:
         """A copy on the CPU, of whatever a state is made of."""
         if isinstance(value, Tensor):
             return local_part(value).detach().to("cpu", copy=True)
-        if type(value) is dict:
+        if isinstance(value, dict):  # also a module's, which is ordered
             return {key: self._copy(inner_value) for key, inner_value in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._copy(inner_value) for inner_value in value)

@@ -75,7 +75,8 @@ class Guard:
     """Guards one run; the same on every rank.
 
     Args:
-        model, optimizer: of this rank; plain, DDP or FSDP2. The optimizer may be wrapped.
+        model, optimizer: of this rank; plain, DDP, FSDP 1 or 2. The optimizer may be wrapped, or be a list of several.
+            A model of several parts is an nn.ModuleList of them.
         scheduler: its state is rewound, too.
         others: what else is to be rewound, by name.
         config: thresholds and budgets.
@@ -90,6 +91,7 @@ class Guard:
     ) -> None:  # fmt: skip
         stateful_parts = {**({"scheduler": scheduler} if scheduler is not None else {}), **(others or {})}
         self.model, self.optimizer, self.others = model, optimizer, stateful_parts
+        self._optimizers: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.applies = True  # the last update
         self.config = config or GuardConfig()
         self.judge = StepJudge(self.config)
@@ -104,7 +106,8 @@ class Guard:
         self._decision: Decision | None = None
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
         self._sees_forward = False  # not in Lightning, which calls no `forward`
-        model.register_forward_pre_hook(self._before_forward)
+        for part in model if isinstance(model, torch.nn.ModuleList) else [model]:
+            part.register_forward_pre_hook(self._before_forward)
 
     @torch.compiler.disable
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
@@ -161,7 +164,7 @@ class Guard:
             self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         step_signals = Signals(
-            self.step + 1, mean_loss, norm_value, float(self.optimizer.param_groups[0]["lr"])
+            self.step + 1, mean_loss, norm_value, float(self._optimizers[0].param_groups[0]["lr"])
         )
         judged_before = None
         if self.copies is not None and self.copies.is_due(self.step):
@@ -273,18 +276,9 @@ class Guard:
     def hold_refused(self, scheduler: Any = None) -> None:
         """Make the optimizer leave out what is refused, for loops that call it in any case; so does a `scheduler` that
         steps with every update."""
-        inner_optimizer: Any = self.copies.optimizer if self.copies else self.optimizer
-        step_optimizer, guard = inner_optimizer.step, self
-
-        @functools.wraps(step_optimizer)
-        def step_if_applied(closure: Callable[[], Any] | None = None) -> Any:
-            # In the closure the guard may be asked, as in Lightning.
-            loss = closure() if closure is not None else None
-            if guard.applies:
-                return step_optimizer() if closure is None else step_optimizer(lambda: loss)
-            return loss
-
-        inner_optimizer.step = step_if_applied
+        guard = self
+        for inner_optimizer in self.copies.optimizers if self.copies else self._optimizers:
+            self._hold_optimizer(inner_optimizer)
         if scheduler is not None:
             kind: Any = type(scheduler)
 
@@ -296,6 +290,19 @@ class Guard:
             HeldScheduler.__name__, HeldScheduler.__qualname__ = kind.__name__, kind.__qualname__
             scheduler.__class__ = HeldScheduler
 
+    def _hold_optimizer(self, optimizer: Any) -> None:
+        step_optimizer, guard = optimizer.step, self
+
+        @functools.wraps(step_optimizer)
+        def step_if_applied(closure: Callable[[], Any] | None = None) -> Any:
+            # In the closure the guard may be asked, as in Lightning.
+            loss = closure() if closure is not None else None
+            if guard.applies:
+                return step_optimizer() if closure is None else step_optimizer(lambda: loss)
+            return loss
+
+        optimizer.step = step_if_applied
+
     def drop_update(self) -> None:
         """Leave out an update that is not to be judged: of data that a loader had fetched before the last rewind. What
         its forward pass has changed is put back."""
@@ -303,7 +310,8 @@ class Guard:
         restore_buffers(self.model, self._forward)
         restore_random_states(self._forward.random)
         self._awaits_forward = True
-        self.optimizer.zero_grad()
+        for given_optimizer in self._optimizers:
+            given_optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of the run. The copies are not in it: a resumed run begins with new ones."""
