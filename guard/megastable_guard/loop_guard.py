@@ -251,17 +251,17 @@ class Guard:
     def _examine_window(self, finding: Finding) -> WindowRemedy | None:
         """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
         whether it harms. None: that cannot be told."""
-        window, harmless = self.samples.read_since(finding.onset)
-        if self.samples.replay is None or not window or not harmless:
+        window, harmless_steps = self.samples.read_since(finding.onset)
+        if self.samples.replay is None or not window or not harmless_steps:
             return None
         policy, trial, coming = self.judge.policy, None, self.samples.read_ahead(self.step)
-        self.samples.restore_good(harmless)
-        found, region = self.samples.examine_window(window, coming, harmless)
+        self.samples.restore_good(harmless_steps)
+        found, region = self.samples.examine_window(window, coming, harmless_steps)
         is_finite = finding.verdict is not Verdict.NON_FINITE
         if found.bad_positions and is_finite:
             self._awaits_forward, self.applies = False, True  # the branches' updates are no steps of the loop
             try:
-                trial = self.samples.try_suspects(found, region, coming, harmless, self._measure_norm)
+                trial = self.samples.try_suspects(found, region, coming, harmless_steps, self._measure_norm)
             finally:
                 self.applies = False
         may_skip = not is_finite or policy.may_take_untried(len(found.bad_positions))

@@ -87,11 +87,11 @@ def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
     dist.all_gather_object(steps_by_rank, list(own_steps))
     return [
         replace(
-            parts[0],
-            ids=tuple(sample_id for part in parts for sample_id in part.ids),
-            losses=tuple(loss for part in parts for loss in part.losses),
+            rank_parts[0],
+            ids=tuple(sample_id for rank_part in rank_parts for sample_id in rank_part.ids),
+            losses=tuple(loss for rank_part in rank_parts for loss in rank_part.losses),
         )
-        for parts in zip(*steps_by_rank, strict=True)
+        for rank_parts in zip(*steps_by_rank, strict=True)
     ]
 
 
@@ -138,20 +138,27 @@ def judge_losses(ids: Int64s, losses: Floats, known: Floats) -> Conclusion:
     loss_scale = scores.Scale(without_tokens(usual_losses.z[are_known]))
     while True:
         z, p_values = usual_losses.compare_losses(losses, corpora, shift)
-        alone = scores.bad_by_loss(z, p_values, THRESHOLD)
-        judged = scores.judge_suspects(
-            loss_scale, without_tokens(np.nan_to_num(z, nan=0.0, posinf=1e9)), alone, usual_losses.shared_error(),
+        bad_alone = scores.bad_by_loss(z, p_values, THRESHOLD)
+        window_judgement = scores.judge_suspects(
+            loss_scale, without_tokens(np.nan_to_num(z, nan=0.0, posinf=1e9)), bad_alone, usual_losses.shared_error(),
             SIGNIFICANCE, scores.FALSE,
         )  # fmt: skip
-        shared = scores.shared_shift(z, judged.bad) if judged.bad.any() and not shift else 0.0
-        if not shared:
+        shared_shift = (
+            scores.shared_shift(z, window_judgement.bad) if window_judgement.bad.any() and not shift else 0.0
+        )
+        if not shared_shift:
             break
-        shift = shared
-    suspects = [Suspect(*fields) for fields in zip(ids.tolist(), losses.tolist(), z.tolist(), strict=True)]
-    if not judged.bad.any():
-        return blame_state(suspects, "the steps since the onset")
-    found = blame_samples(suspects, np.unique(ids[judged.bad]).tolist(), int(are_known.sum()), judged.p)
-    return replace(found, alone=np.unique(ids[judged.bad & alone]).tolist())
+        shift = shared_shift
+    every_suspect = [
+        Suspect(*suspect_fields)
+        for suspect_fields in zip(ids.tolist(), losses.tolist(), z.tolist(), strict=True)
+    ]
+    if not window_judgement.bad.any():
+        return blame_state(every_suspect, "the steps since the onset")
+    found = blame_samples(
+        every_suspect, np.unique(ids[window_judgement.bad]).tolist(), int(are_known.sum()), window_judgement.p
+    )
+    return replace(found, alone=np.unique(ids[window_judgement.bad & bad_alone]).tolist())
 
 
 def choose_sample_remedy(
@@ -167,14 +174,14 @@ def choose_sample_remedy(
     """
     bad_ids = found.bad_positions
     if not bad_ids:
-        return WindowRemedy(found.cause, deferred=tuple(kept.step for kept in window))
+        return WindowRemedy(found.cause, deferred=tuple(read_step.step for read_step in window))
     if trial is not None and is_harmless(trial, found.few):
         return WindowRemedy(Cause.NEW_DATA, is_harmless=True)
     is_proven = trial is not None and is_clear(trial)
     is_mixed = trial is not None and trial.verdict is TrialVerdict.MIXED and not found.few
     if is_mixed or not (is_proven or may_skip):
-        steps = tuple(kept.step for kept in window if set(bad_ids) & set(kept.ids))
-        return WindowRemedy(found.cause, deferred=steps, proven=is_proven)
+        deferred_steps = tuple(read_step.step for read_step in window if set(bad_ids) & set(read_step.ids))
+        return WindowRemedy(found.cause, deferred=deferred_steps, proven=is_proven)
     return WindowRemedy(found.cause, tuple(bad_ids), proven=is_proven)
 
 
@@ -184,14 +191,16 @@ def choose_outlook(
     """Samples of the data to come, evenly spread, and none of those `trained` on in a trial; if too few are known,
     harmless ones from after step `start`, where it begins, or before. And other harmless ones, to stand in for
     suspects. Pure."""
-    known_ids, outlook = _ids_of(harmless), _ids_of(coming)
-    outlook = outlook[~np.isin(outlook, trained)]
-    if outlook.size < COMING // 2:
-        outlook = _ids_of([kept for kept in harmless if kept.step > start])
-    if outlook.size < COMING // 2:
-        outlook = known_ids
-    chosen_indices = np.linspace(0, outlook.size - 1, min(COMING, outlook.size)).round().astype(np.int64)
-    return outlook[chosen_indices], known_ids[~np.isin(known_ids, outlook[chosen_indices])]
+    known_ids, outlook_ids = _ids_of(harmless), _ids_of(coming)
+    outlook_ids = outlook_ids[~np.isin(outlook_ids, trained)]
+    if outlook_ids.size < COMING // 2:
+        outlook_ids = _ids_of([read_step for read_step in harmless if read_step.step > start])
+    if outlook_ids.size < COMING // 2:
+        outlook_ids = known_ids
+    chosen_indices = (
+        np.linspace(0, outlook_ids.size - 1, min(COMING, outlook_ids.size)).round().astype(np.int64)
+    )
+    return outlook_ids[chosen_indices], known_ids[~np.isin(known_ids, outlook_ids[chosen_indices])]
 
 
 class SampleExaminer:
@@ -251,35 +260,50 @@ class SampleExaminer:
         """The samples of all ranks: the first `WINDOW` steps since the onset; and harmless steps from before it, for
         `HARMLESS` samples, without those of the window and those named so far. Collective."""
         all_steps = gather_steps(list(self._read_steps))
-        window = [kept for kept in all_steps if kept.step >= onset][:WINDOW]
-        left_out = set[int]().union(*self.bad_by_step.values(), *(kept.ids for kept in window))
-        harmless, count = list[ReadStep](), 0
-        for kept in reversed(all_steps):
-            if kept.step < onset and kept.applied and count < HARMLESS:
-                chosen = [number for number, sample_id in enumerate(kept.ids) if sample_id not in left_out]
-                chosen = chosen[-(HARMLESS - count) :]
-                kept_losses = tuple(kept.losses[number] for number in chosen) if kept.losses else ()
-                harmless.append(
-                    replace(kept, ids=tuple(kept.ids[number] for number in chosen), losses=kept_losses)
+        window = [read_step for read_step in all_steps if read_step.step >= onset][:WINDOW]
+        left_out = set[int]().union(*self.bad_by_step.values(), *(read_step.ids for read_step in window))
+        harmless_steps, harmless_count = list[ReadStep](), 0
+        for read_step in reversed(all_steps):
+            if read_step.step < onset and read_step.applied and harmless_count < HARMLESS:
+                chosen_numbers = [
+                    sample_number
+                    for sample_number, sample_id in enumerate(read_step.ids)
+                    if sample_id not in left_out
+                ]
+                chosen_numbers = chosen_numbers[-(HARMLESS - harmless_count) :]
+                kept_losses = (
+                    tuple(read_step.losses[sample_number] for sample_number in chosen_numbers)
+                    if read_step.losses
+                    else ()
                 )
-                count += len(chosen)
-        return window, harmless[::-1]
+                harmless_steps.append(
+                    replace(
+                        read_step,
+                        ids=tuple(read_step.ids[sample_number] for sample_number in chosen_numbers),
+                        losses=kept_losses,
+                    )
+                )
+                harmless_count += len(chosen_numbers)
+        return window, harmless_steps[::-1]
 
     def examine_refused(self, step: int) -> Conclusion | None:
         """Which samples of a refused update are bad: by the losses of the forward passes, if all are known, else
         measured on the present state. None: there are no ids, or nothing to measure by. Collective."""
         window, harmless = self.read_since(step)
-        ids, known_ids = _ids_of(window), _ids_of(harmless)
-        losses = np.array([loss for kept in window for loss in kept.losses])
-        known_losses = np.array([loss for kept in harmless for loss in kept.losses])
-        if not ids.size:
+        refused_ids, known_ids = _ids_of(window), _ids_of(harmless)
+        refused_losses = np.array([loss for read_step in window for loss in read_step.losses])
+        known_losses = np.array([loss for read_step in harmless for loss in read_step.losses])
+        if not refused_ids.size:
             return None
-        if losses.size != ids.size or known_losses.size != known_ids.size:
+        if refused_losses.size != refused_ids.size or known_losses.size != known_ids.size:
             if self.replay is None:
                 return None
-            measured = self.measure_losses(np.concatenate([known_ids, ids]))
-            known_losses, losses = measured[: known_ids.size], measured[known_ids.size :]
-        return share_first(lambda: judge_losses(ids, losses, known_losses))
+            measured_losses = self.measure_losses(np.concatenate([known_ids, refused_ids]))
+            known_losses, refused_losses = (
+                measured_losses[: known_ids.size],
+                measured_losses[known_ids.size :],
+            )
+        return share_first(lambda: judge_losses(refused_ids, refused_losses, known_losses))
 
     def restore_good(self, harmless: Sequence[ReadStep]) -> None:
         """From the newest copy, which is restored, to the newest that is no worse on harmless samples than the one
@@ -298,13 +322,19 @@ class SampleExaminer:
 
     def read_ahead(self, step: int) -> list[ReadStep]:
         """The `FARTHEST` steps behind `step`, if the loop tells them. Collective."""
-        size = len(self._read_steps[-1].ids)
-        next_ids = list(self.ahead(FARTHEST * size)) if self.ahead is not None else []
-        starts = range(0, len(next_ids) - size + 1, size)
+        batch_size = len(self._read_steps[-1].ids)
+        next_ids = list(self.ahead(FARTHEST * batch_size)) if self.ahead is not None else []
+        batch_starts = range(0, len(next_ids) - batch_size + 1, batch_size)
         return gather_steps(
             [
-                ReadStep(step + number, tuple(next_ids[start : start + size]), (), False, math.nan)
-                for number, start in enumerate(starts, 1)
+                ReadStep(
+                    step + number,
+                    tuple(next_ids[batch_start : batch_start + batch_size]),
+                    (),
+                    False,
+                    math.nan,
+                )
+                for number, batch_start in enumerate(batch_starts, 1)
             ]
         )
 
@@ -316,10 +346,10 @@ class SampleExaminer:
         region: then only those of the window are told. Collective."""
         known_ids, reach = _ids_of(harmless), 0
         known_losses = self.measure_losses(known_ids)
-        ids = _ids_of(window)
-        losses = window_losses = self.measure_losses(ids)
+        examined_ids = _ids_of(window)
+        examined_losses = window_losses = self.measure_losses(examined_ids)
         while True:
-            found = share_first(partial(judge_losses, ids, losses, known_losses))
+            found = share_first(partial(judge_losses, examined_ids, examined_losses, known_losses))
             last_ids = _ids_of([*window, *coming[:reach]][-CLEAN:] if reach else window)
             if not np.isin(last_ids, found.bad_positions).any() or not coming:
                 return found, [*window, *coming[:reach]]
@@ -328,8 +358,8 @@ class SampleExaminer:
                 return found, list(window)
             further_ids = _ids_of(coming[reach : 2 * reach + CLEAN])
             reach = min(len(coming), 2 * reach + CLEAN)
-            ids = np.concatenate([ids, further_ids])
-            losses = np.concatenate([losses, self.measure_losses(further_ids)])
+            examined_ids = np.concatenate([examined_ids, further_ids])
+            examined_losses = np.concatenate([examined_losses, self.measure_losses(further_ids)])
 
     def try_suspects(
         self, found: Conclusion, region: Sequence[ReadStep], coming: Sequence[ReadStep],
@@ -340,32 +370,43 @@ class SampleExaminer:
         The steps of `region` with bad samples are trained on, again and again if they are few. Both are measured on
         the data to come: of the steps `coming`; if unknown, harmless samples, best those that the copy was not trained
         on. Gradients are clipped to the usual norm, as the loop's own clipping is not known. None: too few harmless
-        samples are known. Collective.
+        samples are known, or the optimizer keeps copies of the weights, which only its owner can step. Collective.
         """
         assert self.copies is not None
-        start, suspects = self.copies.newest[0], np.array(found.bad_positions, np.int64)
-        batches = [np.array(kept.ids, np.int64) for kept in region if np.isin(kept.ids, suspects).any()]
+        start_copy, suspects = self.copies.newest[0], np.array(found.bad_positions, np.int64)
+        batches = [
+            np.array(read_step.ids, np.int64)
+            for read_step in region
+            if np.isin(read_step.ids, suspects).any()
+        ]
         steps = STEPS // 2 if found.few else STEPS
         batches = [batches[step % len(batches)] for step in range(steps)]
         held_out = choose_held_out(suspects)
         coming_ids, fillers = choose_outlook(
-            coming, harmless, np.concatenate([held_out, *batches]), start.step
+            coming, harmless, np.concatenate([held_out, *batches]), start_copy.step
         )
-        if not fillers.size or not coming_ids.size:
+        if not fillers.size or not coming_ids.size or start_copy.masters:
             return None
-        usual_norm = float(np.median([kept.norm for kept in harmless]))
-        measured = np.concatenate([coming_ids, held_out])
+        usual_norm = float(np.median([read_step.norm for read_step in harmless]))
+        measured_ids = np.concatenate([coming_ids, held_out])
         before_losses = self.measure_losses(coming_ids)
-        with_them, control = (
-            self.train_branch(replace_samples(batches, replaced, fillers), start, usual_norm, measured, measure_norm)
-            for replaced in (held_out, suspects)
+        with_them, control_losses = (
+            self.train_branch(
+                replace_samples(batches, replaced_ids, fillers), start_copy, usual_norm, measured_ids, measure_norm
+            )
+            for replaced_ids in (held_out, suspects)
         )  # fmt: skip
-        if not np.isfinite(control).all():  # not even harmless samples can be trained on
+        if not np.isfinite(control_losses).all():  # not even harmless samples can be trained on
             return None
-        count = coming_ids.size
+        coming_count = coming_ids.size
         # Where the run stood is gone: it goes on from `start` in any case.
-        coming_losses = BranchLosses(with_them[:count], control[:count], before_losses, before_losses)
-        held_losses, vocabulary = (with_them[count:], control[count:]), guess_vocabulary(self.model)
+        coming_losses = BranchLosses(
+            with_them[:coming_count], control_losses[:coming_count], before_losses, before_losses
+        )
+        held_losses, vocabulary = (
+            (with_them[coming_count:], control_losses[coming_count:]),
+            guess_vocabulary(self.model),
+        )
         return share_first(
             lambda: judge_trial(coming_losses, held_losses, vocabulary, suspects.size, steps)  # type: ignore[arg-type]
         )
@@ -376,17 +417,18 @@ class SampleExaminer:
     ) -> Floats:  # fmt: skip
         """Losses of the samples `measured` after some steps from `start`, which is restored then."""
         assert self.copies is not None and self.replay is not None
-        optimizer = self.copies.optimizer
         try:
             for batch in batches:
                 own_ids = self._own_part(batch)
-                for part in own_ids:
-                    (self._ask_replay(part).sum() / own_ids.size).backward()
+                for id_part in own_ids:
+                    (self._ask_replay(id_part).sum() / own_ids.size).backward()
                 gradient_norm = measure_norm()
                 if math.isfinite(gradient_norm):
                     self._shrink_gradients(min(1.0, usual_norm / max(gradient_norm, 1e-12)))
-                    optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                    for optimizer in self.copies.optimizers:
+                        optimizer.step()
+                for optimizer in self.copies.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
             return self.measure_losses(measured)
         finally:
             self.copies.restore_copy(start)
@@ -399,9 +441,9 @@ class SampleExaminer:
         )  # fmt: skip
         rank = dist.get_rank() if count_ranks() > 1 else 0
         with torch.no_grad(), self._in_evaluation():
-            for number, part in enumerate(own_ids):
-                first = number * self.at_once
-                losses[rank, first : first + self.at_once] = self._ask_replay(part).double()
+            for part_number, id_part in enumerate(own_ids):
+                part_first = part_number * self.at_once
+                losses[rank, part_first : part_first + self.at_once] = self._ask_replay(id_part).double()
         if count_ranks() > 1:
             dist.all_reduce(losses)
         return losses.flatten().cpu().numpy()[: ids.size]
@@ -409,9 +451,9 @@ class SampleExaminer:
     def _own_part(self, ids: Int64s) -> Int64s:
         """This rank's part, [calls, at_once]: as many calls, of as many samples, on every rank, as sharded weights are
         gathered in each. The last ones are filled up with the first."""
-        calls = -(-ids.size // (count_ranks() * self.at_once))
-        whole = np.resize(ids, (count_ranks(), calls, self.at_once))
-        return np.asarray(whole[dist.get_rank() if count_ranks() > 1 else 0])
+        call_count = -(-ids.size // (count_ranks() * self.at_once))
+        whole_ids = np.resize(ids, (count_ranks(), call_count, self.at_once))
+        return np.asarray(whole_ids[dist.get_rank() if count_ranks() > 1 else 0])
 
     def _ask_replay(self, ids: Int64s) -> Tensor:
         assert self.replay is not None
@@ -445,4 +487,4 @@ class SampleExaminer:
 
 
 def _ids_of(steps: Sequence[ReadStep]) -> Int64s:
-    return np.array([sample_id for kept in steps for sample_id in kept.ids], np.int64)
+    return np.array([sample_id for read_step in steps for sample_id in read_step.ids], np.int64)

@@ -143,10 +143,10 @@ class SkippableSampler(Sampler[int]):
         """The next `count` samples of this rank, which nobody has fetched yet; less at the end of the stream."""
         before, left = self._place, (self.length - self._place.read) // self.ranks
         try:
-            groups = [[self._take() for _ in range(self.ranks)] for _ in range(min(count, left))]
+            rank_groups = [[self._take() for _ in range(self.ranks)] for _ in range(min(count, left))]
         finally:
             self._place = before
-        return [group[self.rank] for group in groups]
+        return [rank_group[self.rank] for rank_group in rank_groups]
 
     def _take_back(self, step: int) -> None:
         """What was done about updates behind `step`, which are read again."""

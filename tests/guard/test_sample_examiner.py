@@ -82,7 +82,7 @@ class NamingLoop:
         holds: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.samples = samples
+        self.samples, self.factors = samples, torch.ones(SAMPLES)
         torch.manual_seed(seed)
         self.model = wrap(Chain())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -106,7 +106,7 @@ class NamingLoop:
     def replay(self, ids: Sequence[int]) -> Tensor:
         assert self.model.training == torch.is_grad_enabled()  # a trial trains, all else measures
         torch.rand(1)
-        return self.model(self.samples[list(ids)])  # type: ignore[no-any-return]
+        return self.model(self.samples[list(ids)]) * self.factors[list(ids)]  # type: ignore[no-any-return]
 
     def read_ids(self) -> Iterator[list[int]]:
         stream = iter(self.sampler)
@@ -117,7 +117,7 @@ class NamingLoop:
         batches = self.read_ids()
         while self.guard.step < steps:
             ids = next(batches)
-            losses = self.model(self.samples[ids])
+            losses = self.model(self.samples[ids]) * self.factors[ids]
             losses.mean().backward()
             given: dict[str, Any] = {"sample_ids": ids} if self.names else {}
             if self.losses:
@@ -243,6 +243,37 @@ def test_what_was_named_before_stays_skipped_after_a_rewind() -> None:
     assert [(verdict.step, verdict.rewind) for verdict in guarded.verdicts] == [(90, False), (101, True)]
     assert sorted(set(guarded.named)) == sorted(bad)
     assert same(guarded.read_state(), NamingLoop(samples, skip=bad).train(STEPS).read_state())
+
+
+def test_samples_that_are_not_finite_need_no_trial(tmp_path: Path) -> None:
+    """Not even where the budget of what is skipped without one is spent."""
+    bad, loops = choose_samples(0, [1, 2, 1]), list[NamingLoop]()
+    for skip in ([], bad):
+        loop = NamingLoop(write_samples(0), skip=skip, **({} if skip else {"run_dir": tmp_path}))
+        loop.factors[bad] = torch.nan
+        loop.guard.judge.policy.take_untried(60)
+        loops.append(loop.train(STEPS))
+    assert [(verdict.step, verdict.rewind) for verdict in loops[0].verdicts] == [
+        (100, False), (101, False), (102, True)
+    ]  # fmt: skip
+    assert loops[0].sampler.state_dict()["skipped"] == sorted(bad)
+    assert same(loops[0].read_state()[:-2], loops[1].read_state()[:-2])
+    assert "trial" not in (tmp_path / "journal.jsonl").read_text()
+
+
+@pytest.mark.parametrize("counts", [(7,), (4, 4, 4)])
+def test_few_are_skipped_without_a_clear_trial(counts: Sequence[int]) -> None:
+    bad = choose_samples(0, counts)
+    for spent in (0, 60):
+        loop = NamingLoop(write_samples(0, bad))
+        loop.guard.judge.policy.take_untried(spent)
+        loop.train(101 if len(counts) == 1 else 85)
+        while not loop.verdicts:
+            loop.train(loop.guard.step + 1)
+        untried = [count for _, count in loop.guard.judge.policy.state.untried]
+        assert untried == [0, len(bad)] if not spent else [60]
+        assert loop.named == ([] if spent else sorted(bad))
+        assert loop.deferred == ([100] if len(counts) == 1 else [100, 101] if spent else [])
 
 
 def test_a_trial_takes_place_where_refused_updates_are_held(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ def train_several(guarded: bool) -> tuple[list[Tensor], list[int], list[int]]:
     ]
     masters = optimizers[1].param_groups[0]["params"]
     return (
-        [t.detach() for t in (*model.parameters(), *model.buffers(), *masters, *state) if isinstance(t, Tensor)],
+        [
+            t.detach()
+            for t in (*model.parameters(), *model.buffers(), *masters, *state)
+            if isinstance(t, Tensor)
+        ],
         refused,
         rewound,
     )
