@@ -7,7 +7,7 @@ optimizers are of torch, or wrap one that they name `optimizer`, as Accelerate's
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,17 +84,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def shard_like(present: Any, kept: Any) -> Any:
+def shard_like(present: Any, kept: Any, copy_deeply: Callable[[Any], Any]) -> Any:
     """A copy of a kept state, with DTensors where the present state has them: of an average of sharded weights."""
     if isinstance(kept, dict) and isinstance(present, Mapping):
         return {
-            kept_key: shard_like(present.get(kept_key), kept_value) for kept_key, kept_value in kept.items()
+            kept_key: shard_like(present.get(kept_key), kept_value, copy_deeply)
+            for kept_key, kept_value in kept.items()
         }
     if isinstance(kept, Tensor) and hasattr(present, "to_local"):
         own_part = kept.to(present.to_local().device, copy=True)
         shard_layout = {"shape": present.shape, "stride": present.stride(), "run_check": False}
         return type(present).from_local(own_part, present.device_mesh, present.placements, **shard_layout)
-    return copy.deepcopy(kept)
+    return copy_deeply(kept)
 
 
 def read_forward_state(model: torch.nn.Module) -> ForwardState:
@@ -196,7 +197,7 @@ class HostCopies:
                 else:
                     group[setting_key] = copy.deepcopy(setting_value)
         for name, other in self.others.items():
-            other.load_state_dict(shard_like(other.state_dict(), kept_copy.others[name]))
+            other.load_state_dict(shard_like(other.state_dict(), kept_copy.others[name], self._copy_deeply))
         restore_random_states(kept_copy.forward.random)
         for inner_optimizer in self.optimizers:
             inner_optimizer.zero_grad(set_to_none=True)
@@ -239,6 +240,13 @@ class HostCopies:
         own_parameters = {id(parameter) for parameter in self.model.parameters()}
         return [parameter for _, parameter in self._parameters() if id(parameter) not in own_parameters]
 
+    def _copy_deeply(self, value: Any) -> Any:
+        """But for the model: a schedule may refer to it."""
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        shared_parts = [self.model, *self.optimizers, *self.model.modules(), *self.model.parameters()]
+        return copy.deepcopy(value, {id(shared_part): shared_part for shared_part in shared_parts})
+
     def _copy(self, value: Any) -> Any:
         """A copy on the CPU, of whatever a state is made of."""
         if isinstance(value, Tensor):
@@ -247,4 +255,4 @@ class HostCopies:
             return {key: self._copy(inner_value) for key, inner_value in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._copy(inner_value) for inner_value in value)
-        return copy.deepcopy(value)
+        return self._copy_deeply(value)

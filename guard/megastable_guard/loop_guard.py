@@ -134,6 +134,7 @@ class Guard:
     def check(
         self, *, loss: float | Tensor, grad_norm: float | Tensor | None = None, weight: float = 1.0,
         sample_ids: Sequence[int] | Tensor | None = None, sample_losses: Sequence[float] | Tensor | None = None,
+        mixed: bool = False,
     ) -> StepVerdict:  # fmt: skip
         """Judge an update before it is made: after backward, once a step on every rank.
 
@@ -148,6 +149,7 @@ class Guard:
             sample_ids: of this rank's part of the batch, [n], of all micro-batches; on all ranks or on none.
             sample_losses: of these in the forward pass, [n], nats per token; on all ranks, in every step, or on none. A
                 refused update is examined by them, without a replay.
+            mixed: the data changes on purpose from this step on, such as to another stage of a curriculum.
         """
         if self._awaits_forward and self._sees_forward:  # there was none in this step
             self._forward = read_forward_state(self.model)
@@ -164,7 +166,7 @@ class Guard:
             self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         step_signals = Signals(
-            self.step + 1, mean_loss, norm_value, float(self._optimizers[0].param_groups[0]["lr"])
+            self.step + 1, mean_loss, norm_value, float(self._optimizers[0].param_groups[0]["lr"]), mixed
         )
         judged_before = None
         if self.copies is not None and self.copies.is_due(self.step):
@@ -252,7 +254,7 @@ class Guard:
         """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
         whether it harms. None: that cannot be told."""
         window, harmless_steps = self.samples.read_since(finding.onset)
-        if self.samples.replay is None or not window or not harmless_steps:
+        if self.copies is None or self.samples.replay is None or not window or not harmless_steps:
             return None
         policy, trial, coming = self.judge.policy, None, self.samples.read_ahead(self.step)
         self.samples.restore_good(harmless_steps)
@@ -276,19 +278,23 @@ class Guard:
     def hold_refused(self, scheduler: Any = None) -> None:
         """Make the optimizer leave out what is refused, for loops that call it in any case; so does a `scheduler` that
         steps with every update."""
-        guard = self
         for inner_optimizer in self.copies.optimizers if self.copies else self._optimizers:
             self._hold_optimizer(inner_optimizer)
         if scheduler is not None:
-            kind: Any = type(scheduler)
+            self.hold_scheduler(scheduler)
 
-            class HeldScheduler(kind):  # a class: what is set on a scheduler itself is in its state dict
-                def step(self, *given: Any, **named: Any) -> None:
-                    if guard.applies:
-                        super().step(*given, **named)
+    def hold_scheduler(self, scheduler: Any) -> None:
+        """Make it leave out the steps of refused updates."""
+        guard = self
+        kind: Any = type(scheduler)
 
-            HeldScheduler.__name__, HeldScheduler.__qualname__ = kind.__name__, kind.__qualname__
-            scheduler.__class__ = HeldScheduler
+        class HeldScheduler(kind):  # a class: what is set on a scheduler itself is in its state dict
+            def step(self, *given: Any, **named: Any) -> None:
+                if guard.applies:
+                    super().step(*given, **named)
+
+        HeldScheduler.__name__, HeldScheduler.__qualname__ = kind.__name__, kind.__qualname__
+        scheduler.__class__ = HeldScheduler
 
     def _hold_optimizer(self, optimizer: Any) -> None:
         step_optimizer, guard = optimizer.step, self
@@ -341,6 +347,7 @@ class Guard:
         counts as interrupted."""
         self.record.close_incident(self.step, "open")
         self.record.finish_run(self.step, self.report(sampler))
+        self.applies = True  # whatever comes now is not judged
 
     def _make_verdict(self, decision: Decision) -> StepVerdict:
         """Without a copy from before the onset a finite update is applied: a loop of somebody else is not ended."""

@@ -66,7 +66,8 @@ class SkippableSampler(Sampler[int]):
         self._deferred: list[tuple[int, int, int]] = []
         # By refused update: indices that are skipped, and positions that are left out, for its sake alone.
         self._returned: dict[int, tuple[set[int], set[int]]] = {}
-        self._filler = 0  # samples that fill up a batch of stale ones
+        self._filler = 0  # samples that fill up a batch of stale ones, or that nobody reads
+        self._passed = 0  # of the next iterator, which nobody reads
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -76,7 +77,7 @@ class SkippableSampler(Sampler[int]):
         """From where the stream stands. Samples that an earlier iterator has fetched are not yielded again."""
         if self._place.read + self.ranks > self.length:
             raise RuntimeError(f"all {self.length:,} samples are read: give the length of the run (updates=)")
-        self._filler = 0
+        self._filler, self._passed = self._passed, 0
         while self._place.read + self.ranks <= self.length:
             while self._filler:
                 self._filler -= 1
@@ -170,8 +171,9 @@ class SkippableSampler(Sampler[int]):
             "returned": [[step, sorted(bad), sorted(left)] for step, (bad, left) in self._returned.items()],
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is of another dataset or seed."""
+    def load_state_dict(self, state: dict[str, Any], passed: int = 0) -> None:
+        """passed: updates for which the next iterator yields samples that nobody reads, as a trainer that is resumed
+        passes over those it knows to be done. Raises ValueError if the state is of another dataset or seed."""
         if list(state["order"]) != (order := [self.size, self.seed, self.shuffle, self.batch]):
             raise ValueError(
                 f"the checkpoint's sampler has [size, seed, shuffle, batch] {state['order']}, this one {order}"
@@ -181,6 +183,7 @@ class SkippableSampler(Sampler[int]):
         self._skipped, self._left_out = set(state["skipped"]), set(state["left_out"])
         self._deferred = [(index, due, position) for index, due, position in state["deferred"]]
         self._returned = {step: (set(bad), set(left)) for step, bad, left in state["returned"]}
+        self._passed = passed * self.batch // self.ranks
 
     def _take(self) -> int:
         """The next sample."""

@@ -3,14 +3,17 @@ them. Needs the extra `stacks`."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -55,8 +58,11 @@ def train_transformers(
     folder: Path,
     trl: bool = False,
     ranks: int = 1,
+    stops: Sequence[int] = (),
+    deepspeed: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """By transformers' Trainer, or by TRL's SFTTrainer; as many micro-batches as the sampler's batch says."""
+    """By transformers' Trainer, or by TRL's SFTTrainer; as many micro-batches as the sampler's batch says. stops: steps
+    at which a trainer ends, and another resumes from its last checkpoint."""
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -70,7 +76,6 @@ def train_transformers(
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
     )
-    torch.manual_seed(0)
     shape = {
         "n_positions": 64,
         "n_embd": 32,
@@ -79,29 +84,48 @@ def train_transformers(
         "eos_token_id": WORDS,
         "bos_token_id": WORDS,
     }
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS + 2, **shape))
     options = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": sampler.batch // BATCH // ranks,
-        "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_steps": 60, "logging_strategy": "no",
+        "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_steps": 20, "logging_strategy": "no",
         "use_cpu": True, "bf16": False,
     }  # fmt: skip
+    if deepspeed is not None:
+        options |= {"deepspeed": dict(deepspeed), "bf16": "bf16" in deepspeed}
     texts = [write_text(index, bad) for index in range(SIZE)]
     if trl:
         sft = pytest.importorskip("trl")
         dataset = datasets.Dataset.from_dict({"text": texts})
-        kind, arguments = sft.SFTTrainer, sft.SFTConfig(str(folder), max_length=32, **options)
+        kind, make_arguments = sft.SFTTrainer, functools.partial(sft.SFTConfig, max_length=32)
     else:
         ids = [[int(word) for word in text.split()] for text in texts]
         dataset = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}).with_format("torch")
-        kind, arguments = transformers.Trainer, transformers.TrainingArguments(str(folder), **options)
-    trainer = kind(model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
-    trainer._get_train_sampler = lambda *_: sampler
-    callback = GuardCallback(trainer, sampler=sampler, interval=20, run_dir=folder) if guarded else None
-    if callback is not None:
-        trainer.add_callback(callback)
-    trainer.train()
-    assert trainer.state.global_step == trainer.lr_scheduler.last_epoch == STEPS
+        kind, make_arguments = transformers.Trainer, transformers.TrainingArguments
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_training_stop = state.global_step >= stop
+
+    for start, stop in enumerate([*stops, STEPS]):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS + 2, **shape))
+        trainer = kind(
+            model=model,
+            args=make_arguments(str(folder), **options),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+        )
+        own_sampler = copy.deepcopy(sampler)
+        trainer._get_train_sampler = lambda *_, own=own_sampler: own
+        callback = (
+            GuardCallback(trainer, sampler=own_sampler, interval=20, run_dir=folder) if guarded else None
+        )
+        trainer.add_callback(Stop())
+        if callback is not None:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=start > 0)
+        assert trainer.state.global_step == stop
+    assert trainer.lr_scheduler.last_epoch == STEPS
     return list(model.parameters()), callback.guard if callback else None
 
 
@@ -109,7 +133,16 @@ def train_trl(sampler: SkippableSampler, bad: Sequence[int], guarded: bool, fold
     return train_transformers(sampler, bad, guarded, folder, trl=True)
 
 
-def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool, folder: Path) -> Trained:
+def train_lightning(
+    sampler: SkippableSampler,
+    bad: Sequence[int],
+    guarded: bool,
+    folder: Path,
+    stops: Sequence[int] = (),
+    ranks: int = 1,
+    dropout: float = 0.1,
+) -> Trained:
+    """stops: steps at which a trainer ends, and another resumes from its last checkpoint."""
     lightning = pytest.importorskip("lightning")
     from megastable_guard.adapters.lightning import LightningGuard
 
@@ -120,7 +153,7 @@ def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool
                 nn.Embedding(WORDS, 16),
                 nn.Flatten(),
                 nn.Linear(64, 32),
-                nn.Dropout(0.1),
+                nn.Dropout(dropout),
                 nn.GELU(),
                 nn.Linear(32, WORDS),
             )
@@ -138,18 +171,24 @@ def train_lightning(sampler: SkippableSampler, bad: Sequence[int], guarded: bool
         """Lightning's own count has steps that were done again, too."""
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = callback is not None and callback.guard.step >= STEPS
+            trainer.should_stop = callback is not None and callback.guard.step >= stop
 
-    torch.manual_seed(0)
-    module = Module()
-    callback = LightningGuard(sampler, interval=20, run_dir=folder) if guarded else None
-    trainer = lightning.Trainer(
-        max_steps=2 * STEPS if guarded else STEPS,
-        accumulate_grad_batches=sampler.batch // BATCH, gradient_clip_val=1.0,
-        callbacks=[callback, Stop()] if callback else [], logger=False, default_root_dir=folder, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(Sums(bad), batch_size=BATCH, sampler=sampler))
+    for stop in [*stops, STEPS]:  # noqa: B007  # which Stop reads
+        torch.manual_seed(0)
+        module, own_sampler = Module(), copy.deepcopy(sampler)
+        callback = LightningGuard(own_sampler, interval=20, run_dir=folder) if guarded else None
+        checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
+            folder, every_n_train_steps=20, save_top_k=-1
+        )
+        trainer = lightning.Trainer(
+            max_steps=2 * STEPS if guarded else STEPS, strategy="ddp" if ranks > 1 else "auto", devices=ranks,
+            accumulate_grad_batches=sampler.batch // BATCH // ranks, gradient_clip_val=1.0,
+            callbacks=[callback, Stop(), checkpoints] if callback else [], logger=False, default_root_dir=folder,
+            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        written = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        loader = DataLoader(Sums(bad), batch_size=BATCH, sampler=own_sampler)
+        trainer.fit(module, loader, ckpt_path=written[-1] if written else None)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
     return list(module.parameters()), callback.guard if callback else None
 
@@ -174,20 +213,130 @@ def test_a_trainer_rewinds_to_the_bits_of_a_run_that_never_saw_the_data(
     assert (lines[0]["event"], lines[-1]["event"], lines[-1]["steps"]) == ("training", "finished", STEPS)
 
 
-def train_under_ddp(bad: Sequence[int], guarded: bool, folder: Path) -> list[Tensor]:
-    """By transformers' Trainer on this rank of two. The sampler yields the samples of both, as every rank reads all."""
-    sampler = SkippableSampler(SIZE, 2 * BATCH, seed=1, updates=2 * STEPS, after=10**6)
+LATER = [100, 101, 123, 124, 140, 141]  # the trouble of runs that end at STOPS
+STOPS = (110, 130)
+ZERO2 = {
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+STACKS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "ddp": {"ranks": 2},
+    "zero0": {"ranks": 2, "deepspeed": ZERO2 | {"zero_optimization": {"stage": 0}}},
+    "zero1_bf16": {
+        "ranks": 2,
+        "deepspeed": ZERO2
+        | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "communication_data_type": "fp32"},
+    },
+    "zero2": {"ranks": 2, "deepspeed": ZERO2 | {"gradient_clipping": 1.0}},
+}
+
+
+def train_on_ranks(
+    stack: str, guarded: bool, folder: Path, stops: Sequence[int], accumulated: int
+) -> list[Tensor]:
+    """By transformers' Trainer on this rank. The sampler yields the samples of all, as every rank reads all."""
+    options = STACKS[stack]
+    batch = options.get("ranks", 1) * BATCH * accumulated
+    order = list(SkippableSampler(SIZE, batch, seed=1))
+    bad = [index for step in LATER for index in order[(step - 1) * batch : step * batch]]
+    sampler = SkippableSampler(SIZE, batch, seed=1, updates=2 * STEPS, after=10**6)
     sampler.seek(0, 0, skip=() if guarded else bad)
-    return [w.detach().clone() for w in train_transformers(sampler, bad, guarded, folder, ranks=2)[0]]
+    weights, _ = train_transformers(sampler, bad, guarded, folder, stops=stops, **options)
+    return [weight.detach().clone() for weight in weights]
 
 
-def test_a_trainer_rewinds_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stack", "accumulated"), [("alone", 1), ("ddp", 2), ("zero0", 1), ("zero1_bf16", 2), ("zero2", 1)]
+)
+def test_a_trainer_that_is_killed_twice_ends_as_one_that_never_saw_the_data(
+    stack: str, accumulated: int, tmp_path: Path
+) -> None:
+    """Three times trouble: before, between and behind the ends of its processes."""
     pytest.importorskip("accelerate")
-    order = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))
-    bad = order[(FIRST - 1) * 2 * BATCH : (FIRST + 1) * 2 * BATCH]
+    if "deepspeed" in STACKS[stack]:
+        pytest.importorskip("deepspeed")
+    ranks = STACKS[stack].get("ranks", 1)
     guarded, plain = (
-        run_ranks(2, train_under_ddp, bad, is_guarded, tmp_path) for is_guarded in (True, False)
+        run_ranks(ranks, train_on_ranks, stack, is_guarded, tmp_path / name, stops, accumulated)
+        for name, is_guarded, stops in (("guarded", True, STOPS), ("plain", False, ()))
     )
-    for one, other in zip([*guarded, guarded[0]], [*plain, guarded[1]], strict=True):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-    assert (tmp_path / "journal.jsonl").read_text().count('"discarded"') == 2  # of the first rank alone
+    for weights in guarded:
+        assert all(torch.equal(one, other) for one, other in zip(weights, plain[0], strict=True))
+    # Of the first rank alone.
+    lines = [json.loads(line) for line in (tmp_path / "guarded/journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("what") == "rewound"] == [101, 122, 137]
+
+
+def train_lightning_on_ranks(guarded: bool, folder: Path, stops: Sequence[int]) -> list[Tensor]:
+    """On this rank of two, with two micro-batches. Without dropout: Lightning restores no random states."""
+    order = list(SkippableSampler(SIZE, 4 * BATCH, seed=1))
+    bad = [index for step in LATER for index in order[(step - 1) * 4 * BATCH : step * 4 * BATCH]]
+    rank = dist.get_rank()
+    sampler = SkippableSampler(SIZE, 2 * BATCH, seed=1, updates=2 * STEPS, after=10**6, rank=rank, ranks=2)
+    sampler.seek(0, 0, skip=() if guarded else bad)
+    weights, _ = train_lightning(sampler, bad, guarded, folder, stops, ranks=2, dropout=0.0)
+    return [weight.detach().clone() for weight in weights]
+
+
+def test_lightning_is_killed_twice_and_ends_as_one_that_never_saw_the_data(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    guarded = run_ranks(2, train_lightning_on_ranks, True, tmp_path / "guarded", STOPS)
+    plain = run_ranks(2, train_lightning_on_ranks, False, tmp_path / "plain", ())
+    for weights in guarded:
+        assert all(torch.equal(one, other) for one, other in zip(weights, plain[0], strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "guarded/journal.jsonl").read_text().splitlines()]
+    # The last checkpoint is from before the second trouble, which the next process meets, too.
+    assert [line["step"] for line in lines if line.get("what") == "rewound"] == [101, 122, 122, 137]
+
+
+class Net(nn.Module):
+    """The smallest model that Hugging Face's Trainer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.linear(inputs).square().mean()}
+
+
+def make_trainer(folder: Path, steps: int = 5) -> Any:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    options = {"max_steps": steps, "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_steps": 5}
+    arguments = transformers.TrainingArguments(str(folder), **options)
+    return transformers.Trainer(model=Net(), args=arguments, train_dataset=[{"inputs": torch.ones(3)}] * 99)
+
+
+def test_a_trainer_trains_on_after_a_run_whose_last_update_was_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    from transformers import TrainerCallback
+
+    from megastable_guard.adapters.huggingface import GuardCallback
+
+    class Poison(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 4:
+                guard._loss = torch.tensor(float("nan"))
+
+    guard = GuardCallback(trainer)
+    trainer.add_callback(guard)
+    trainer.add_callback(Poison())
+    trainer.train()
+    assert guard.guard.updates == 4
+    trainer.remove_callback(Poison)
+    weights = trainer.model.linear.weight.detach().clone()
+    trainer.train()
+    assert guard.guard.updates == 5 and not torch.equal(weights, trainer.model.linear.weight)
+
+
+def test_a_trainer_does_not_resume_from_a_checkpoint_that_knows_no_guard(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train()
+    trainer = make_trainer(tmp_path, 9)
+    from megastable_guard.adapters.huggingface import GuardCallback
+
+    trainer.add_callback(GuardCallback(trainer))
+    with pytest.raises(RuntimeError, match="the checkpoint was written without a guard"):
+        trainer.train(resume_from_checkpoint=True)

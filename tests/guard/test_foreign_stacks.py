@@ -93,8 +93,15 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def read_events(folder: Path) -> list[tuple[str, int]]:
+    """Updates that were refused alone, and those at which the run went back."""
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    return [(line["event"], line["step"]) for line in lines]
+    rewound = [line["step"] for line in lines if line.get("what") == "rewound"]
+    told = [(line.get("what", line["event"]), line["step"]) for line in lines]
+    return [
+        (event, step)
+        for event, step in told
+        if event == "rewound" or (event == "discarded" and step not in rewound)
+    ]
 
 
 def watch_refused(

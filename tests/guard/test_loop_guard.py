@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megastable_guard import SkippableSampler
-from megastable_guard.host_copies import find_inner_optimizer, local_part
+from megastable_guard.host_copies import HostCopies, find_inner_optimizer, local_part, read_forward_state
 from megastable_guard.loop_guard import Guard
 from tests.distributed import run_ranks
 
@@ -264,6 +264,31 @@ def test_guard_refuses_a_step_without_a_loss() -> None:
     assert loop.guard
     with pytest.raises(ValueError, match="the weights of all ranks are 0"):
         loop.guard._average_over_ranks(1.0, 1.0, 0.0)
+
+
+def test_copies_hold_parameters_of_the_optimizer_alone_and_share_the_model() -> None:
+    """The fp32 weights beside those of a model in bf16 are restored; a schedule that refers to the model still does."""
+
+    class Schedule:
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.asked = model, 0
+
+        def __call__(self, step: int) -> float:
+            self.asked += 1
+            return 1.0
+
+    model, extra = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    schedule = Schedule(model)
+    copies = HostCopies(
+        model, optimizer, {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)}, 1, 2
+    )
+    copies.take_copy(0, read_forward_state(model))
+    asked, schedule.asked = schedule.asked, 9
+    with torch.no_grad():
+        extra.fill_(5.0)
+    assert copies.restore_before(1).others["scheduler"]["lr_lambdas"][0]["model"] is model
+    assert not extra.any() and schedule.model is model and schedule.asked == asked
 
 
 class Sums(nn.Module):

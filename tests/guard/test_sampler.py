@@ -126,3 +126,15 @@ def test_late_samples_come_with_trouble_twice() -> None:
         assert read(sampler, 3) == [[10, 11], [12, 13], [8, 9]]
         sampler.seek(8, 8, skip=[8] if named else [], defer=[8])
         assert read(sampler, 3) == [[14, 15], [16, 17], [9, 18] if named else [18, 19]]
+
+
+def test_a_resumed_stream_may_begin_with_samples_that_a_trainer_passes_over() -> None:
+    """Of two ranks; an iterator behind the first one begins with none."""
+    samplers = [SkippableSampler(100, 2, seed=3, updates=40, rank=rank, ranks=2) for rank in (0, 0)]
+    order = list(samplers[0])
+    samplers[1].load_state_dict(samplers[0].state_dict(step=7), passed=7)
+    assert list(samplers[1])[7 * 2 :] == order[7 * 2 :]
+    samplers[1].load_state_dict(samplers[0].state_dict(step=7), passed=7)
+    iterator = iter(samplers[1])
+    assert [next(iterator) for _ in range(16)][-2:] == order[14:16]
+    assert samplers[1].seek(8, trained=8) == 0 and list(samplers[1]) == order[16:]

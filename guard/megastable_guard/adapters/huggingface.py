@@ -1,7 +1,9 @@
-"""The guard in Hugging Face's Trainer, and in what is made of it, such as TRL's SFTTrainer.
+"""The guard in Hugging Face's Trainer, and in what is made of it, such as TRL's SFTTrainer; alone, with DDP, or with
+DeepSpeed.
 
-trainer = Trainer(model=model, args=args, train_dataset=dataset)
-trainer.add_callback(GuardCallback(trainer, sampler=sampler))
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    trainer.add_callback(GuardCallback(trainer, sampler=sampler))
+    trainer.train(resume_from_checkpoint=...)
 """
 
 from __future__ import annotations
@@ -9,27 +11,25 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
+from megastable_guard.adapters.trainer_guard import TrainerGuard
 from megastable_guard.loop_guard import Guard
 from megastable_guard.sampler import SkippableSampler
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(TrainerGuard, TrainerCallback, ExportableState):
     """sampler: what the trainer's `_get_train_sampler` returns, if the data can go back; options: of `Guard`."""
 
     def __init__(self, trainer: Trainer, sampler: SkippableSampler | None = None, **options: Any) -> None:
-        self.trainer, self.sampler, self.options = trainer, sampler, options
-        self.loss, self.norm, self.stale = 0.0, None, 0
+        super().__init__(sampler, **options)
+        self.trainer, self.norm = trainer, None
         self._record("training_step", trainer, self._add_loss)
         self._record("clip_grad_norm_", trainer.accelerator, self._keep_norm)
 
     def _record(self, name: str, owner: Any, keep: Any) -> None:
         call = getattr(owner, name)
         setattr(owner, name, lambda *given, **named: keep(call(*given, **named)))
-
-    def _add_loss(self, loss: Any) -> Any:
-        self.loss = self.loss + loss.detach()  # of a micro-batch, divided by their number already
-        return loss
 
     def _keep_norm(self, norm: Any) -> Any:
         self.norm = norm  # before clipping; the hook below comes after it
@@ -38,16 +38,24 @@ class GuardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        trainer = self.trainer
-        is_sharded = (
-            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        )  # whose update is out of reach, or untried
-        if state.global_step or trainer.accelerator.scaler is not None or is_sharded:
-            raise RuntimeError(
-                "GuardCallback does not cover fp16, DeepSpeed, FSDP or a resumed training: use bf16 and DDP"
+        trainer, schedule = self.trainer, given["lr_scheduler"]
+        if trainer.accelerator.scaler is not None or trainer.is_fsdp_enabled:
+            raise RuntimeError("GuardCallback does not cover fp16 and FSDP: use bf16, and DDP or DeepSpeed")
+        if state.global_step:
+            passed_updates = 0 if args.ignore_data_skip else state.global_step
+            saved_state = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})
+            self.load_state_dict(saved_state["attributes"], passed_updates)
+        if trainer.is_deepspeed_enabled:
+            from megastable_guard.adapters.deepspeed import EngineGuard
+
+            engine_guard = EngineGuard(trainer.model_wrapped, others={"schedule": schedule}, **self.options)
+            engine_guard.hold_scheduler(schedule)
+            self._begin(engine_guard, state.global_step > 0)
+        else:
+            self._begin(
+                Guard(given["model"], given["optimizer"], schedule, **self.options), state.global_step > 0
             )
-        self.guard = Guard(given["model"], given["optimizer"], given["lr_scheduler"], **self.options)
-        self.guard.hold_refused(given["lr_scheduler"])
+            self.guard.hold_refused(schedule)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -57,12 +65,9 @@ class GuardCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        loss, self.loss = self.loss, 0.0
-        if self.stale:  # a batch that was fetched before the rewind
-            self.stale, state.global_step = self.stale - 1, state.global_step - 1
-            return self.guard.drop_update()
-        verdict = self.guard.check(loss=loss, grad_norm=self.norm)
-        if verdict.rewind:
-            state.global_step = self.guard.rewind() - 1  # the trainer adds one
-            if self.sampler is not None:
-                self.stale = self.sampler.seek(self.guard.step, verdict.step, defer=self.guard.deferred)
+        self._judge_update(self.norm)
+        state.global_step = self.guard.step - 1  # the trainer adds one
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer writes to trainer_state.json of its checkpoints."""
+        return {"args": {}, "attributes": self.state_dict()}

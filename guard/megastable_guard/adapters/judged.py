@@ -25,7 +25,8 @@ class JudgedUpdates:
         """
         if self.stale:
             self.stale -= 1
-            return self.guard.drop_update()
+            self.guard.drop_update()
+            return None
         if not self.guard.step:
             self.guard.step = step - 1
         step_verdict = self.guard.check(**signals)

@@ -1,0 +1,97 @@
+"""20,000 healthy steps of real training, with the schedules that people use: the guard does nothing in any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megastable_guard import Guard
+
+pytestmark = pytest.mark.slow
+SIZE, BATCH, STEPS, WARM_UP, STAGE = 64, 32, 5000, 200, 1000
+Schedule = Callable[[int], float]
+
+
+def cosine(step: int) -> float:
+    return min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
+
+
+def warm_up_stable_decay(step: int) -> float:
+    return min(1.0, (step + 1) / WARM_UP, (STEPS - step) / (STEPS / 5))
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+def drops(step: int) -> float:
+    return 0.2 ** sum(step >= drop_step for drop_step in (2000, 3500))
+
+
+def learn_gradually(step: int) -> float:
+    return step / STEPS
+
+
+def learn_in_stages(step: int) -> float:
+    return 0.3 * (step >= STAGE)
+
+
+def learn_one_task(step: int) -> float:
+    return 0.0
+
+
+def train(schedule: Schedule, curriculum: Schedule, is_told: bool, folder: Path) -> tuple[Guard, float]:
+    """Modular sums; a curriculum says how many of them have a third summand, and the guard may be told of its stages.
+    Returns the guard, and the last loss."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Embedding(SIZE, 16),
+        nn.Flatten(),
+        nn.Linear(48, 64),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, SIZE),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    guard = Guard(model, optimizer, scheduler, interval=100, keep=2, run_dir=folder)
+    for step in range(STEPS):
+        inputs = torch.randint(0, SIZE, (BATCH, 3))
+        is_harder = torch.rand(BATCH) < curriculum(step)
+        targets = (inputs[:, 0] + inputs[:, 1] + is_harder * inputs[:, 2]) % SIZE
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        is_mixed = is_told and curriculum is learn_in_stages and step == STAGE
+        if guard.check(loss=loss.detach(), grad_norm=norm, mixed=is_mixed).apply:
+            optimizer.step()
+            scheduler.step()
+    return guard, loss.item()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "curriculum"),
+    [
+        (cosine, learn_one_task),
+        (warm_up_stable_decay, learn_gradually),
+        (constant, learn_in_stages),
+        (drops, learn_one_task),
+    ],
+)
+def test_nothing_is_done_in_healthy_steps(schedule: Schedule, curriculum: Schedule, tmp_path: Path) -> None:
+    guard, last_loss = train(schedule, curriculum, True, tmp_path)
+    assert guard.updates == guard.step == STEPS
+    assert not (tmp_path / "journal.jsonl").exists()  # no alert either
+    assert last_loss < math.log(SIZE) - 0.5  # it did learn
+
+
+@pytest.mark.filterwarnings("ignore:megastable guard")
+def test_another_stage_that_the_guard_is_not_told_of_is_trouble_to_it(tmp_path: Path) -> None:
+    guard, _ = train(constant, learn_in_stages, False, tmp_path)
+    assert STEPS - 20 < guard.updates < STEPS  # it does not hold the run up
