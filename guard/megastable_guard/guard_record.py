@@ -188,6 +188,10 @@ class GuardRecord:
         """What branches from the state after `snapshot` have shown about the samples."""
         self._tell("branches_tried", step=step, snapshot=snapshot, reason=reason, **facts)
 
+    def note_lifted(self, step: int, reason: str) -> None:
+        """A limit of the learning rate was lifted."""
+        self._tell("rate_lifted", step=step, reason=reason)
+
     def close_incident(self, step: int, outcome: Outcome) -> None:
         """The open one, if there is one."""
         open_incident = self._find_open()

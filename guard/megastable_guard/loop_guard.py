@@ -24,8 +24,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,12 @@ from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.guard_record import GuardRecord, GuardReport
 from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
+from megastable_guard.policy_state import JUMP
 from megastable_guard.random_states import restore_random_states
+from megastable_guard.rate_limits import RateLimiter
 from megastable_guard.sample_examiner import (
+    STEPS,
+    Evidence,
     ReadStep,
     Replay,
     SampleExaminer,
@@ -46,6 +51,8 @@ from megastable_guard.sample_examiner import (
 )
 from megastable_guard.sampler import SkippableSampler
 from megastable_guard.step_judge import GuardState, StepJudge
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Guard:
         # Of the last verdict: steps whose data is left for later, and ids of bad samples.
         self.deferred, self.skipped = list[int](), list[int]()
         self.samples, self._cleared = SampleExaminer(model, self.copies), 0
+        self.rates = RateLimiter(self.copies.optimizers if self.copies is not None else ())
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
@@ -165,9 +173,9 @@ class Guard:
         if not self.record.has_begun:
             self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
-        step_signals = Signals(
-            self.step + 1, mean_loss, norm_value, float(self._optimizers[0].param_groups[0]["lr"]), mixed
-        )
+        scheduled_rate = float(self._optimizers[0].param_groups[0]["lr"])
+        rate = self.rates.choose_share(self.judge.policy, self.updates, scheduled_rate)
+        step_signals = Signals(self.step + 1, mean_loss, norm_value, rate, mixed)
         judged_before = None
         if self.copies is not None and self.copies.is_due(self.step):
             judged_before = CopiedJudgement(self.judge.detector.state, self.updates)
@@ -187,7 +195,7 @@ class Guard:
         self.applies, self.skipped, self.deferred = step_verdict.apply, [], []
         if knows_ids:
             self.samples.remember_step(
-                ReadStep(self.step, own_ids, own_losses, step_verdict.apply, norm_value)
+                ReadStep(self.step, own_ids, own_losses, step_verdict.apply, norm_value, scheduled_rate)
             )
         if not step_verdict.apply:
             restore_buffers(self.model, self._forward)
@@ -198,6 +206,11 @@ class Guard:
             self._forward = read_forward_state(self.model)
         self._awaits_forward = True
         self.record.note_step(step_decision, step_signals, step_verdict.apply, self.judge.policy.state)
+        if step_verdict.apply:
+            for lifted_reason in self.judge.policy.lift_limits(
+                step_decision.finding, self.updates, scheduled_rate
+            ):
+                self.record.note_lifted(self.step, lifted_reason)
         if knows_ids and not step_verdict.apply and not step_verdict.rewind:
             self._examine_refused()
         return step_verdict
@@ -211,7 +224,8 @@ class Guard:
             raise RuntimeError("guard.rewind() belongs behind a check whose verdict says rewind")
         finding, tripped, began = self._decision.finding, self.step, time.monotonic()
         restored_copy = self.copies.restore_before(finding.onset)
-        remedy = self._examine_window(finding) if self.samples.knows_ids else None
+        evidence = self._collect_evidence(finding)
+        remedy = self._examine_window(finding, evidence) if evidence is not None else None
         restored_copy = self.copies.newest[0]
         self.step, self._forward, self._awaits_forward = restored_copy.step, restored_copy.forward, True
         self.samples.forget_after(self.step)
@@ -225,7 +239,9 @@ class Guard:
             self.step, finding.onset if remedy else None, remedy.skipped if remedy else ()
         )
         remedy = remedy or WindowRemedy(Cause.UNKNOWN, deferred=tuple(range(finding.onset, tripped + 1)))
-        if remedy.is_harmless:
+        if remedy.cause is Cause.STATE and evidence is not None and self._limit_rate(finding, evidence):
+            remedy = WindowRemedy(Cause.LEARNING_RATE)
+        elif remedy.is_harmless:
             self.judge.policy.trained_through(alone=True)
             self._cleared = tripped
         else:
@@ -250,22 +266,68 @@ class Guard:
             self.samples.bad_by_step[self.step] = self.skipped
         self.record.note_cause(found.cause, found.reason, self.skipped)
 
-    def _examine_window(self, finding: Finding) -> WindowRemedy | None:
-        """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
-        whether it harms. None: that cannot be told."""
-        window, harmless_steps = self.samples.read_since(finding.onset)
-        if self.copies is None or self.samples.replay is None or not window or not harmless_steps:
+    def _collect_evidence(self, finding: Finding) -> Evidence | None:
+        """What was read since an onset, what comes, and what is known to be harmless; None: not enough is known."""
+        if not self.samples.knows_ids:
             return None
-        policy, trial, coming = self.judge.policy, None, self.samples.read_ahead(self.step)
+        window, harmless_steps = self.samples.read_since(finding.onset)
+        if self.samples.replay is None or not window or not harmless_steps:
+            return None
+        return Evidence(window, self.samples.read_ahead(self.step), harmless_steps)
+
+    def _limit_rate(self, finding: Finding, evidence: Evidence) -> bool:
+        """Whether the learning rate was the trouble, and a limit of it that a trial has chosen holds from here on. It
+        is tried where the rate has jumped, or the trouble came back though no sample was bad."""
+        assert self.copies is not None
+        policy, copy_step = self.judge.policy, self.copies.newest[0].step
+        good_rate = float(self._optimizers[0].param_groups[0]["lr"])
+        highest_rate = max(read_step.rate for read_step in evidence.window)
+        may_be_rate = highest_rate > JUMP * good_rate or policy.has_recurred()
+        offers = policy.offer_remedies(self.updates, good_rate, highest_rate)
+        offers = [offer for offer in offers if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR)]
+        tried_steps = (len(offers) + 2) * STEPS
+        if not (
+            may_be_rate
+            and offers
+            and self.rates.can_limit
+            and policy.may_try_remedies(tried_steps, self.step)
+        ):
+            return False
+        policy.state.tried += tried_steps
+        trial = self._without_refusals(
+            partial(self.samples.try_rates, offers, policy, self.updates, evidence, self._measure_norm)
+        )
+        chosen_offer = None
+        if trial is not None:
+            chosen_offer = next((offer for offer in offers if offer.name == trial.chosen), None)
+            facts = {"chosen": trial.chosen, "steps": trial.steps}
+            self.record.note_trial(finding.step, copy_step, facts, trial.reason)
+        if trial is None or chosen_offer is None:
+            return False
+        chosen_remedy = policy.adopt_remedy(chosen_offer, trial.reason)
+        self.record.note_cause(chosen_remedy.cause, chosen_remedy.reason)
+        return True
+
+    def _without_refusals(self, work: Callable[[], T]) -> T:
+        """Of branches, whose updates are no steps of the loop."""
+        self._awaits_forward, self.applies, self.rates.share = False, True, 1.0
+        try:
+            return work()
+        finally:
+            self.applies = False
+
+    def _examine_window(self, finding: Finding, evidence: Evidence) -> WindowRemedy:
+        """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
+        whether it harms."""
+        assert self.copies is not None
+        policy, trial, (window, coming, harmless_steps) = self.judge.policy, None, evidence
         self.samples.restore_good(harmless_steps)
         found, region = self.samples.examine_window(window, coming, harmless_steps)
         is_finite = finding.verdict is not Verdict.NON_FINITE
         if found.bad_positions and is_finite:
-            self._awaits_forward, self.applies = False, True  # the branches' updates are no steps of the loop
-            try:
-                trial = self.samples.try_suspects(found, region, coming, harmless_steps, self._measure_norm)
-            finally:
-                self.applies = False
+            trial = self._without_refusals(
+                partial(self.samples.try_suspects, found, region, coming, harmless_steps, self._measure_norm)
+            )
         may_skip = not is_finite or policy.may_take_untried(len(found.bad_positions))
         remedy = choose_sample_remedy(found, trial, window, may_skip)
         if remedy.skipped and is_finite and not remedy.proven:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +34,19 @@ from megastable_guard.host_copies import (
     read_forward_state,
     restore_buffers,
 )
+from megastable_guard.policy import Offer, Policy
 from megastable_guard.random_states import restore_random_states
+from megastable_guard.rate_limits import set_rate
 from megastable_guard.trials import (
+    NOTHING,
+    OTHER_DATA,
     BranchLosses,
     HarmTrial,
+    RemedyTrial,
     TrialVerdict,
     choose_held_out,
+    choose_remedy,
+    harms_anyway,
     is_clear,
     is_harmless,
     judge_trial,
@@ -66,13 +73,14 @@ STEPS = 16  # of a branch; half of them if few are suspected, each far out by it
 @dataclass(frozen=True)
 class ReadStep:
     """What was read in a step: the ids [n], and their losses in its forward pass, nats, [n] or none; of this rank, or
-    of all, one after another. norm: of the gradient."""
+    of all, one after another. norm: of the gradient; rate: the scheduled learning rate."""
 
     step: int
     ids: tuple[int, ...]
     losses: tuple[float, ...]
     applied: bool
     norm: float
+    rate: float = math.nan
 
 
 def count_ranks() -> int:
@@ -122,6 +130,14 @@ class WindowRemedy:
     deferred: tuple[int, ...] = ()
     proven: bool = False
     is_harmless: bool = False
+
+
+class Evidence(NamedTuple):
+    """Steps of all ranks: since an onset; behind the state that was rewound to; and harmless ones from before."""
+
+    window: list[ReadStep]
+    coming: list[ReadStep]
+    harmless: list[ReadStep]
 
 
 def judge_losses(ids: Int64s, losses: Floats, known: Floats) -> Conclusion:
@@ -411,14 +427,63 @@ class SampleExaminer:
             lambda: judge_trial(coming_losses, held_losses, vocabulary, suspects.size, steps)  # type: ignore[arg-type]
         )
 
+    def try_rates(
+        self, offers: Sequence[Offer], policy: Policy, updates: int, evidence: Evidence,
+        measure_norm: Callable[[], float],
+    ) -> RemedyTrial | None:  # fmt: skip
+        """Which limit of the learning rate helps: branches from the newest copy, which is restored then, at the highest
+        rate since the onset; with the data as it was and no limit, with harmless samples in its place, and with each
+        limit. None: training on harmless samples is no worse than not training, so it is not the rate; or there is
+        nothing to try with. Collective.
+
+        Args:
+            offers: limits of the rate.
+            policy: as it is without them.
+            updates: applied ones of the copy.
+            evidence: of the window.
+            measure_norm: of the gradients.
+        """
+        assert self.copies is not None
+        start_copy = self.copies.newest[0]
+        read_steps = [*evidence.window, *evidence.coming][:STEPS]
+        batches = [np.array(read_step.ids, np.int64) for read_step in read_steps]
+        trained_ids = np.concatenate(batches)
+        coming_ids, fillers = choose_outlook(
+            evidence.coming[STEPS:], evidence.harmless, trained_ids, start_copy.step
+        )
+        if not fillers.size or not coming_ids.size or start_copy.masters:
+            return None
+        usual_norm = float(np.median([read_step.norm for read_step in evidence.harmless]))
+        scheduled_rate = max(read_step.rate for read_step in evidence.window)
+        before_losses = self.measure_losses(coming_ids)
+
+        def train_limited(branch_batches: Sequence[Int64s], limits: Policy) -> Floats:
+            rates = [
+                limits.limit_rate(updates + number, scheduled_rate) for number in range(len(branch_batches))
+            ]
+            return self.train_branch(branch_batches, start_copy, usual_norm, coming_ids, measure_norm, rates)
+
+        control_losses = train_limited(replace_samples(batches, trained_ids, fillers), policy)
+        if not share_first(partial(harms_anyway, control_losses, before_losses)):
+            return None
+        branches = {NOTHING: train_limited(batches, policy), OTHER_DATA: control_losses}
+        branches |= {offer.name: train_limited(batches, offer.policy) for offer in offers}
+        return share_first(partial(choose_remedy, branches, len(batches)))
+
     def train_branch(
         self, batches: Sequence[Int64s], start: StateCopy, usual_norm: float, measured: Int64s,
-        measure_norm: Callable[[], float],
+        measure_norm: Callable[[], float], rates: Sequence[float] = (),
     ) -> Floats:  # fmt: skip
-        """Losses of the samples `measured` after some steps from `start`, which is restored then."""
+        """Losses of the samples `measured` after some steps from `start`, which is restored then. rates: of the first
+        group, by step; without them the copy's, to which all other rates are in proportion."""
         assert self.copies is not None and self.replay is not None
+        groups = [group for optimizer in self.copies.optimizers for group in optimizer.param_groups]
+        copied_rates = [float(group["lr"]) for group in groups]
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                if rates and copied_rates[0] > 0:
+                    for group, copied_rate in zip(groups, copied_rates, strict=True):
+                        set_rate(group, copied_rate * rates[number] / copied_rates[0])
                 own_ids = self._own_part(batch)
                 for id_part in own_ids:
                     (self._ask_replay(id_part).sum() / own_ids.size).backward()

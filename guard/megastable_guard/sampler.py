@@ -111,7 +111,6 @@ class SkippableSampler(Sampler[int]):
             positions_read, late_read = self._read_by(deferred_step - 1)
             positions |= positions_read
             late |= late_read
-        positions -= self._left_out
         start = self._start_of(step)
         late_entries = [self._deferred[number] for number in sorted(late)]
         if not skip:

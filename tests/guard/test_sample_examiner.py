@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable_guard import SkippableSampler
-from megastable_guard.actions import Cause
+from megastable_guard.actions import Action, Cause
 from megastable_guard.conclusion import Conclusion
 from megastable_guard.loop_guard import Guard, StepVerdict
 from megastable_guard.sample_examiner import (
@@ -216,9 +216,24 @@ def test_new_data_is_trained_through(count: int, tmp_path: Path) -> None:
     loop = NamingLoop(write_samples(1, new=new), seed=1, run_dir=tmp_path).train(STEPS)
     trials = read_events(tmp_path, "branches_tried")
     assert [trial["verdict"] for trial in trials] == ["new"] and trials[0]["cost"] < 0 < trials[0]["learnt"]
+    attributed = [line for line in read_events(tmp_path, "incident") if line["what"] == "attributed"]
+    assert attributed[-1]["cause"] == "new_data" and not attributed[-1]["positions"]
+    remembered = [kept.step for kept in loop.guard.samples._read_steps]
+    assert remembered == sorted(set(remembered)) and remembered[-1] == STEPS
+    policy_state = loop.guard.judge.policy.state
+    assert not policy_state.watching and Action.REWIND not in [past.action for past in policy_state.taken]
     assert loop.verdicts[-1].rewind and not loop.sampler._skipped and not loop.sampler._deferred
     order = list(SkippableSampler(SAMPLES, BATCH, seed=1))
     assert loop.sampler.look_ahead(16) == order[STEPS * BATCH :][:16]
+
+
+def resume(first: NamingLoop, second: NamingLoop) -> NamingLoop:
+    """The second goes on where the first stands, by way of files."""
+    for one in ("model", "optimizer", "scheduler"):
+        getattr(second, one).load_state_dict(getattr(first, one).state_dict())
+    second.guard.load_state_dict(json.loads(json.dumps(first.guard.state_dict())))
+    second.sampler.load_state_dict(json.loads(json.dumps(first.sampler.state_dict(first.guard.step))))
+    return second
 
 
 def test_a_killed_run_goes_on_without_the_bad_samples() -> None:
@@ -227,12 +242,18 @@ def test_a_killed_run_goes_on_without_the_bad_samples() -> None:
     whole = NamingLoop(samples).train(STEPS).read_state()
     first = NamingLoop(samples).train(120)
     random_state, second = torch.get_rng_state(), NamingLoop(samples)
-    for one in ("model", "optimizer", "scheduler"):
-        getattr(second, one).load_state_dict(getattr(first, one).state_dict())
-    second.guard.load_state_dict(json.loads(json.dumps(first.guard.state_dict())))
-    second.sampler.load_state_dict(json.loads(json.dumps(first.sampler.state_dict(120))))
+    resume(first, second)
     torch.set_rng_state(random_state)
     assert same(second.train(STEPS).read_state(), whole)
+
+
+def test_a_run_killed_before_the_new_data_trains_through_it() -> None:
+    samples = write_samples(1, new=choose_samples(1, [8] * 100))
+    first = NamingLoop(samples, seed=1).train(99)
+    while not any(verdict.rewind for verdict in first.verdicts):
+        first.train(first.guard.step + 1)
+    first.train(first.guard.step + 5)
+    assert first.guard.step < 100 and not resume(first, NamingLoop(samples, seed=1)).train(STEPS).verdicts
 
 
 def test_what_was_named_before_stays_skipped_after_a_rewind() -> None:

@@ -1,0 +1,111 @@
+"""A learning rate that jumps is found by a trial, and limited in updates alone: the schedule goes on as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megastable_guard.actions import Action
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.rate_limits import RateLimiter
+from tests.guard.test_sample_examiner import BATCH, STEPS, NamingLoop, read_events, resume, write_samples
+
+JUMPED, LASTS, TIMES = 100, 40, 30.0  # the step whose rate jumps, for how many steps, and how high
+
+
+class JumpingLoop(NamingLoop):
+    """Whose schedule jumps for some steps. Its last samples are not read before its end."""
+
+    def __init__(self, samples: Tensor, times: float = TIMES, **options: Any) -> None:
+        super().__init__(samples, **options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda update: times if JUMPED - 1 <= update < JUMPED - 1 + LASTS else 1.0
+        )
+        self.guard.others["scheduler"] = self.scheduler
+        assert self.guard.copies is not None
+        self.guard.copies.others = self.guard.others
+
+    def measure(self) -> float:
+        """Mean loss of samples that are not read."""
+        with torch.no_grad():
+            self.model.eval()
+            losses = self.model(self.samples[self.sampler.look_ahead(STEPS * BATCH)[-64 * BATCH :]])
+            self.model.train()
+        return float(losses.mean())
+
+
+@pytest.mark.parametrize("holds_tensor", [False, True])
+def test_limiter_lowers_rates_during_updates_alone(holds_tensor: bool) -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    rates: list[Any] = [0.5, torch.tensor(0.25) if holds_tensor else 0.25]
+    groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.0, 0.0), weight_decay=0.0, eps=0.0, foreach=False)
+    limiter = RateLimiter([optimizer])
+    for share in (0.5, 1.0):
+        before = [weight.detach().clone() for weight in weights]
+        limiter.share = share
+        for weight in weights:
+            weight.grad = torch.ones(2)
+        optimizer.step()
+        moved = [float((old - new.detach())[0]) for old, new in zip(before, weights, strict=True)]
+        assert moved == pytest.approx([0.5 * share, 0.25 * share])
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+        assert optimizer.param_groups[1]["lr"] is rates[1]
+
+
+def test_limiter_follows_the_policy() -> None:
+    limiter, policy = RateLimiter([]), Policy(PolicyConfig())
+    assert limiter.choose_share(policy, 10, 0.3) == 0.3 and limiter.share == 1.0
+    assert limiter.choose_share(policy, 10, 0.0) == 0.0 and limiter.share == 1.0
+    (capped,) = [offer.policy for offer in policy.offer_remedies(10, 0.1, 0.3) if offer.name == "cap_lr"]
+    assert limiter.choose_share(capped, 11, 0.3) == pytest.approx(0.1) and limiter.share == pytest.approx(
+        1 / 3
+    )
+
+
+def test_limiter_leaves_other_kinds_of_optimizers_alone() -> None:
+    assert not RateLimiter([object()]).can_limit
+
+
+def test_a_rate_that_jumps_is_limited(tmp_path: Path) -> None:
+    """No data is lost, and the run ends as well as without the jump."""
+    samples = write_samples(0)
+    clean = JumpingLoop(samples, times=1.0).train(STEPS)
+    unlimited = JumpingLoop(samples, names=False).train(STEPS)
+    loop = JumpingLoop(samples, run_dir=tmp_path).train(STEPS)
+    assert loop.guard.judge.policy.state.taken[-1].action is Action.CAP_LR
+    assert not loop.named and not loop.deferred and not loop.sampler._skipped
+    (trial,) = read_events(tmp_path, "branches_tried")
+    assert trial["chosen"] == "cap_lr" and trial["steps"] == 16
+    attributed = [line for line in read_events(tmp_path, "incident") if line["what"] == "attributed"]
+    assert attributed[-1]["cause"] == "learning_rate"
+    assert loop.optimizer.param_groups[0]["lr"] == loop.optimizer.param_groups[0]["initial_lr"]
+    assert loop.measure() < clean.measure() + 0.02 < unlimited.measure()
+
+
+def test_a_limit_holds_in_a_resumed_run() -> None:
+    samples = write_samples(0)
+    whole = JumpingLoop(samples).train(STEPS)
+    first = JumpingLoop(samples).train(JUMPED + 12)
+    random_state = torch.get_rng_state()
+    second = resume(first, JumpingLoop(samples))
+    torch.set_rng_state(random_state)
+    assert second.guard.judge.policy.state.limits
+    second.train(STEPS)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True)
+    )
+
+
+def test_a_rate_that_jumps_and_helps_is_left_alone(tmp_path: Path) -> None:
+    """Training on harmless samples at it is no worse than not training."""
+    loop = JumpingLoop(write_samples(0), times=2.5, run_dir=tmp_path).train(STEPS)
+    assert not loop.guard.judge.policy.state.limits and not loop.named
