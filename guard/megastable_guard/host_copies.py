@@ -80,8 +80,9 @@ def find_inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """This rank's part of a DTensor or of a parameter under ZeRO 3; another tensor itself."""
+    whole_or_part: Tensor = getattr(tensor, "ds_tensor", tensor)
+    return whole_or_part.to_local() if hasattr(whole_or_part, "to_local") else whole_or_part
 
 
 def shard_like(present: Any, kept: Any, copy_deeply: Callable[[Any], Any]) -> Any:

@@ -352,7 +352,7 @@ class RunWatch:
             restarts=dict(s.restarts),
             incidents=tuple(_summarize_incident(case) for _, case in sorted(s.incidents.items())),
             refused=s.refused,
-            guarded=s.is_guarded,
+            guarded=s.is_guarded and not self.sections,
             alert=_describe_alert(s),
             trends={
                 make_visible(k, 40): make_visible(event.text or "", 300) for k, event in s.trends.items()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megastable_guard.host_copies import local_part
 from tests.distributed import run_ranks
 from tests.guard.test_loop_guard import same
 
@@ -29,10 +30,15 @@ KINDS = {
     },
     "zero2": {"zero_optimization": {"stage": 2}},
     "zero2_bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": False}},
+    "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "zero3_bf16": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}, "bf16": {"enabled": True},
+    },
 }  # fmt: skip
 WRAPPERS = {
     "fp32": "AdamW", "bf16": "FP16_UnfusedOptimizer", "zero1": "DeepSpeedZeroOptimizer", "zero1_bf16": "BF16_Optimizer",
     "zero2": "DeepSpeedZeroOptimizer", "zero2_bf16": "DeepSpeedZeroOptimizer",
+    "zero3": "DeepSpeedZeroOptimizer_Stage3", "zero3_bf16": "DeepSpeedZeroOptimizer_Stage3",
 }  # fmt: skip
 
 
@@ -40,7 +46,7 @@ class Engine:
     """A training of somebody's: two micro-batches to an update, two parameter groups, clipping, a schedule."""
 
     def __init__(self, kind: str, guarded: bool, **options: Any) -> None:
-        from megastable_guard.adapters.deepspeed import EngineGuard
+        from megastable_guard.adapters.deepspeed_engine import EngineGuard
 
         torch.manual_seed(7)
         data_type = torch.bfloat16 if "bf16" in kind else torch.float32
@@ -113,14 +119,17 @@ class Engine:
         """This rank's weights, fp32 parts, moments, buffers and schedule."""
         inner = self.engine.basic_optimizer
         masters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        masters = masters or self.engine.optimizer.fp32_partitioned_groups_flat
         moments = [value for master in masters for value in inner.state.get(master, {}).values()]
-        tensors = [*self.engine.module.parameters(), *self.engine.module.buffers(), *masters, *moments]
+        parts = [local_part(parameter) for parameter in self.engine.module.parameters()]
+        tensors = [*parts, *self.engine.module.buffers(), *masters, *moments]
         schedule = [self.engine.lr_scheduler.last_epoch, *(group["lr"] for group in inner.param_groups)]
         return [*(tensor.detach().clone() for tensor in tensors), *schedule]
 
     def read_ending(self) -> list[Any]:
         counters = [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps]
-        return [*self.read_state(), *counters, torch.get_rng_state()]
+        whole = [parameter.detach().clone() for parameter in self.engine.module.parameters()]  # or empty
+        return [*self.read_state(), *whole, *counters, torch.get_rng_state()]
 
     def are_linked(self) -> bool:
         """Whether what DeepSpeed shows as moments of a parameter, as to its checkpoints, are those of the optimizer."""
@@ -206,11 +215,14 @@ def test_an_engine_that_was_killed_goes_on_where_it_was(kind: str, tmp_path: Pat
 
 
 def refuse() -> list[str]:
-    from megastable_guard.adapters.deepspeed import EngineGuard
+    from megastable_guard.adapters.deepspeed_engine import EngineGuard
 
     answers = []
     for options in (
-        {"zero_optimization": {"stage": 3}},
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        },
         {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}},
     ):
         model = nn.Linear(4, 4)
@@ -218,7 +230,7 @@ def refuse() -> list[str]:
             model=model, optimizer=torch.optim.AdamW(model.parameters()),
             config={"train_micro_batch_size_per_gpu": 1, **options},
         )  # fmt: skip
-        with pytest.raises(ValueError, match="EngineGuard does not cover fp16, ZeRO 3") as caught:
+        with pytest.raises(ValueError, match="EngineGuard does not cover fp16, offloading") as caught:
             EngineGuard(engine)
         answers.append(str(caught.value))
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -227,7 +239,7 @@ def refuse() -> list[str]:
         optimizer=torch.optim.AdamW(nn.ModuleList(layers).parameters()),
         config={"train_micro_batch_size_per_gpu": 1},
     )
-    with pytest.raises(ValueError, match="EngineGuard does not cover fp16, ZeRO 3"):
+    with pytest.raises(ValueError, match="EngineGuard does not cover fp16, offloading"):
         EngineGuard(pipeline)
     training = Engine("zero2", True)
     with pytest.raises(ValueError, match="has a guard already"):

@@ -453,7 +453,7 @@ def train_megatron(
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megastable_guard.adapters.megatron import MegatronGuard
+    from megastable_guard.adapters.megatron_optimizer import MegatronGuard
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -703,7 +703,7 @@ def refuse_uncovered() -> list[str]:
     from olmo_core.optim import SkipStepAdamWConfig
     from olmo_core.train.train_module import TransformerTrainModuleConfig
 
-    from megastable_guard.adapters.megatron import MegatronGuard
+    from megastable_guard.adapters.megatron_optimizer import MegatronGuard
     from megastable_guard.adapters.olmo_core import OLMoGuard
     from megastable_guard.adapters.torchtitan import TitanGuard
 

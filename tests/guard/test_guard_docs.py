@@ -135,7 +135,7 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     (block,) = read_blocks()["Lightning"]
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = Sums()

@@ -159,6 +159,8 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     assert (first.incident.outcome, first.incident.onset) == ("stopped", 60)
     assert first.incident.reasons[-1] == "its process ended before it was proven to be over"
     assert (second.incident.outcome, second.incident.onset) == ("open", 70)
+    with RunReader(tmp_path).records.hold_table() as held:
+        assert len(held.steps) == 61 + 70  # all of the former one, when the newer one began
     get_guard(former).finish_run()  # does not free the directory of the other
     assert tmp_path.resolve() in run_files._LOCKS
     del newer
@@ -341,16 +343,17 @@ def test_step_files_of_a_process_that_dies_between_two(tmp_path: Path) -> None:
 def test_what_was_usual_before_an_incident() -> None:
     """Applied steps before its onset, which may be long before it was noticed; none that a rewind undoes."""
     record, policy = GuardRecord(None), PolicyState()
-    for step in range(1, 12):
+    for step in range(1, 18):
         loss = 1.0 if step < 8 else 3.0
         healthy = Finding(step, Verdict.HEALTHY, 0.0, step)
         record.note_step(Decision(Action.APPLY, healthy, ""), Signals(step, loss, 1.0, 1e-3), True, policy)
-    drift = Finding(12, Verdict.DRIFT, 2.0, 8)
-    record.note_step(Decision(Action.REWIND, drift, "up"), Signals(12, 9.0, 1.0, 1e-3), False, policy)
+    drift = Finding(18, Verdict.DRIFT, 2.0, 8)
+    record.note_step(Decision(Action.REWIND, drift, "up"), Signals(18, 9.0, 1.0, 1e-3), False, policy)
     (incident,) = record.state.incidents
     assert (incident.loss_before, incident.loss_peak, incident.steps_lost) == (1.0, 9.0, 0)
+    assert record.read_state()["losses"][-1] == [17, 3.0]
     record.note_rewind(drift, 5, 5, 0.25)
-    assert (incident.steps_lost, incident.seconds, record.state.deferred) == (7, 0.25, 5)
+    assert (incident.steps_lost, incident.seconds, record.state.deferred) == (13, 0.25, 5)
     assert [step for step, _ in record.read_state()["losses"]] == [1, 2, 3, 4, 5]
 
 

@@ -113,9 +113,9 @@ class NamingLoop:
         while True:
             yield [next(stream) for _ in range(BATCH // self.ranks)]
 
-    def train(self, steps: int) -> NamingLoop:
+    def train(self, steps: int, until_rewound: bool = False) -> NamingLoop:
         batches = self.read_ids()
-        while self.guard.step < steps:
+        while self.guard.step < steps and not (until_rewound and self.returned):
             ids = next(batches)
             losses = self.model(self.samples[ids]) * self.factors[ids]
             losses.mean().backward()
@@ -249,11 +249,12 @@ def test_a_killed_run_goes_on_without_the_bad_samples() -> None:
 
 def test_a_run_killed_before_the_new_data_trains_through_it() -> None:
     samples = write_samples(1, new=choose_samples(1, [8] * 100))
-    first = NamingLoop(samples, seed=1).train(99)
-    while not any(verdict.rewind for verdict in first.verdicts):
-        first.train(first.guard.step + 1)
+    first = NamingLoop(samples, seed=1).train(STEPS, until_rewound=True)
+    while not first.verdicts[-1].rewind:
+        first.returned.clear()
+        first.train(STEPS, until_rewound=True)
     first.train(first.guard.step + 5)
-    assert first.guard.step < 100 and not resume(first, NamingLoop(samples, seed=1)).train(STEPS).verdicts
+    assert first.guard.step < 99 and not resume(first, NamingLoop(samples, seed=1)).train(STEPS).verdicts
 
 
 def test_what_was_named_before_stays_skipped_after_a_rewind() -> None:

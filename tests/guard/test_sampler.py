@@ -138,3 +138,13 @@ def test_a_resumed_stream_may_begin_with_samples_that_a_trainer_passes_over() ->
     iterator = iter(samplers[1])
     assert [next(iterator) for _ in range(16)][-2:] == order[14:16]
     assert samplers[1].seek(8, trained=8) == 0 and list(samplers[1]) == order[16:]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_look_ahead_tells_what_is_read_next(ranks: int) -> None:
+    for rank in range(ranks):
+        sampler = SkippableSampler(60, 4, seed=5, rank=rank, ranks=ranks)
+        read_so_far = list(islice(iter(sampler), 8))
+        ahead = sampler.look_ahead(1000)
+        assert read_so_far + ahead == list(SkippableSampler(60, 4, seed=5, rank=rank, ranks=ranks))
+        assert ahead == list(sampler) and not sampler.look_ahead(2)

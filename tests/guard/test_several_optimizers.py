@@ -82,6 +82,7 @@ def train_several(guarded: bool) -> tuple[list[Tensor], list[int], list[int]]:
         if verdict is None or verdict.apply:
             for optimizer in optimizers:
                 optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.99  # a schedule of the loop's own
             model["body"].balance += 1
         elif verdict.rewind and guard:
             rewound.append(step)
@@ -96,6 +97,7 @@ def train_several(guarded: bool) -> tuple[list[Tensor], list[int], list[int]]:
         for value in moments.values()
     ]
     masters = optimizers[1].param_groups[0]["params"]
+    state += [torch.tensor(optimizer.param_groups[0]["lr"]) for optimizer in optimizers]
     return (
         [
             t.detach()

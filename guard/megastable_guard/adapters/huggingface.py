@@ -46,7 +46,7 @@ class GuardCallback(TrainerGuard, TrainerCallback, ExportableState):
             saved_state = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})
             self.load_state_dict(saved_state["attributes"], passed_updates)
         if trainer.is_deepspeed_enabled:
-            from megastable_guard.adapters.deepspeed import EngineGuard
+            from megastable_guard.adapters.deepspeed_engine import EngineGuard
 
             engine_guard = EngineGuard(trainer.model_wrapped, others={"schedule": schedule}, **self.options)
             engine_guard.hold_scheduler(schedule)

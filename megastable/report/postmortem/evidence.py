@@ -129,8 +129,10 @@ class Run:
         self.problems = list(self.journal.problems)
         self.config: RunConfig | None = None
         self.recipe, self.ledger = b"", Ledger([])
+        # Of a loop of somebody else, under the guard alone.
+        self.is_guarded = self.journal.is_guarded and not self.directory.recipe.exists()
         try:
-            if self.directory.recipe.exists() or not self.journal.is_guarded:
+            if not self.is_guarded:
                 self.config, self.recipe = (
                     load_recipe(self.directory.recipe),
                     self.directory.recipe.read_bytes(),
@@ -212,7 +214,7 @@ class Gatherer:
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[SampleText] = []
         tokens: Tokens | None = None
-        if i.shown and run.shows_texts and not run.journal.is_guarded:
+        if i.shown and run.shows_texts and not run.is_guarded:
             samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.bad and samples:
             tokens = self._try("the tokens", self._tokens, None)
@@ -420,7 +422,7 @@ class Gatherer:
         c, root = self.config, self.run.directory.root
         name, world = root.resolve().name, self.journal.find_world(self.begin)
         if c is None:
-            public, guarded = self.run.public is not None, self.journal.is_guarded
+            public, guarded = self.run.public is not None, self.run.is_guarded
             return RunFacts(name=name, directory=str(root), world=world, public=public, guarded=guarded)
         at_onset = [row.first_position for row in rows if row.step == self.incident.onset]
         known_onsets = [position for position in at_onset if position is not None]

@@ -1,4 +1,4 @@
-"""The guard around a DeepSpeed engine (ZeRO 0 to 2, fp32 and bf16), whose update is inside of `engine.step()`.
+"""The guard around a DeepSpeed engine (ZeRO 0 to 3, fp32 and bf16), whose update is inside of `engine.step()`.
 
     guard = EngineGuard(engine, run_dir="runs/mine")
     while guard.step < steps:
@@ -16,7 +16,9 @@ the gradients and holds the scheduler that `deepspeed.initialize` was given as a
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +37,12 @@ class EngineGuard(Guard):
         inner, wrapper = engine.basic_optimizer, engine.optimizer
         has_muon = any(group.get("use_muon") for group in inner.param_groups)
         is_split = engine.pipeline_parallelism or engine.mpu is not None
-        is_far = engine.fp16_enabled() or engine.zero_optimization_stage() > 2 or engine.zero_cpu_offload()
+        zero_config = engine._config.zero_config
+        is_far = engine.fp16_enabled() or zero_config.offload_optimizer or zero_config.offload_param
         if has_muon or is_split or is_far or not getattr(wrapper, "compute_grad_norm", True):
             raise ValueError(
-                "EngineGuard does not cover fp16, ZeRO 3, offloading, pipelines, tensor parallelism, Muon and "
-                "compute_grad_norm=false: use bf16 and ZeRO 1 or 2"
+                "EngineGuard does not cover fp16, offloading, pipelines, tensor parallelism, Muon and "
+                "compute_grad_norm=false: use bf16 and ZeRO alone"
             )
         counters = SimpleNamespace(
             state_dict=lambda: {name: vars(engine)[name] for name in COUNTERS},
@@ -52,7 +55,7 @@ class EngineGuard(Guard):
         self._loss: Any = None  # until it is judged
         self._take, self._backward = engine._take_model_step, engine.backward
         engine._take_model_step, engine.backward = self._take_step, self._add_loss
-        # ZeRO 1 and 2 call the optimizer once a group, and hide the other groups from it.
+        # ZeRO calls the optimizer once a group, and hides the other groups from it.
         holder, name = (
             (wrapper, "_optimizer_step") if hasattr(wrapper, "_optimizer_step") else (inner, "step")
         )
@@ -77,8 +80,11 @@ class EngineGuard(Guard):
         self._take(*given)
         self._judge_once(math.inf)  # if DeepSpeed has met a number that is not finite
         if self.verdict and self.verdict.rewind:
-            self.rewind()
+            with self._show_masters():
+                self.rewind()
             wrapper._hp_optimizer_states_linked = False  # moments may be new tensors
+            if hasattr(wrapper, "_partition_all_parameters"):  # ZeRO 3 has gathered some of those before
+                wrapper._partition_all_parameters()
 
     def _update_if_good(self, *given: Any) -> None:
         self._judge_once(self.engine.optimizer._global_grad_norm if self._norm is None else self._norm)
@@ -91,7 +97,19 @@ class EngineGuard(Guard):
         if loss is not None and self.drops:
             super().drop_update()
         elif loss is not None:
-            self.verdict = self.check(loss=loss, grad_norm=norm)
+            with self._show_masters():
+                self.verdict = self.check(loss=loss, grad_norm=norm)
+
+    @contextlib.contextmanager
+    def _show_masters(self) -> Iterator[None]:
+        """ZeRO 3 takes the fp32 weights away from the optimizer between its updates."""
+        wrapper: Any = self.engine.optimizer
+        is_hidden = hasattr(wrapper, "_set_fp32_optimizer_param_groups")
+        if is_hidden:
+            wrapper._set_fp32_optimizer_param_groups()
+        yield
+        if is_hidden:
+            wrapper._clear_fp32_optimizer_param_groups()
 
     def drop_update(self) -> None:
         """That of the last `engine.step()`, which was made with `drops`, is left out already."""
