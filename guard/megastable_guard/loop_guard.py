@@ -42,7 +42,7 @@ from megastable_guard.random_states import restore_random_states
 from megastable_guard.rate_limits import RateLimiter
 from megastable_guard.sample_examiner import (
     STEPS,
-    Evidence,
+    SampleEvidence,
     ReadStep,
     Replay,
     SampleExaminer,
@@ -266,16 +266,16 @@ class Guard:
             self.samples.bad_by_step[self.step] = self.skipped
         self.record.note_cause(found.cause, found.reason, self.skipped)
 
-    def _collect_evidence(self, finding: Finding) -> Evidence | None:
+    def _collect_evidence(self, finding: Finding) -> SampleEvidence | None:
         """What was read since an onset, what comes, and what is known to be harmless; None: not enough is known."""
         if not self.samples.knows_ids:
             return None
         window, harmless_steps = self.samples.read_since(finding.onset)
         if self.samples.replay is None or not window or not harmless_steps:
             return None
-        return Evidence(window, self.samples.read_ahead(self.step), harmless_steps)
+        return SampleEvidence(window, self.samples.read_ahead(self.step), harmless_steps)
 
-    def _limit_rate(self, finding: Finding, evidence: Evidence) -> bool:
+    def _limit_rate(self, finding: Finding, evidence: SampleEvidence) -> bool:
         """Whether the learning rate was the trouble, and a limit of it that a trial has chosen holds from here on. It
         is tried where the rate has jumped, or the trouble came back though no sample was bad."""
         assert self.copies is not None
@@ -316,7 +316,7 @@ class Guard:
         finally:
             self.applies = False
 
-    def _examine_window(self, finding: Finding, evidence: Evidence) -> WindowRemedy:
+    def _examine_window(self, finding: Finding, evidence: SampleEvidence) -> WindowRemedy:
         """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
         whether it harms."""
         assert self.copies is not None

@@ -132,7 +132,7 @@ class WindowRemedy:
     is_harmless: bool = False
 
 
-class Evidence(NamedTuple):
+class SampleEvidence(NamedTuple):
     """Steps of all ranks: since an onset; behind the state that was rewound to; and harmless ones from before."""
 
     window: list[ReadStep]
@@ -428,7 +428,7 @@ class SampleExaminer:
         )
 
     def try_rates(
-        self, offers: Sequence[Offer], policy: Policy, updates: int, evidence: Evidence,
+        self, offers: Sequence[Offer], policy: Policy, updates: int, evidence: SampleEvidence,
         measure_norm: Callable[[], float],
     ) -> RemedyTrial | None:  # fmt: skip
         """Which limit of the learning rate helps: branches from the newest copy, which is restored then, at the highest

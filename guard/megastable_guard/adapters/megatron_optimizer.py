@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.nn import Module, ModuleList
 
 from megastable_guard.adapters.judged import JudgedUpdates
-from megastable_guard.adapters.megatron_state import MegatronState
+from megastable_guard.adapters.megatron_state import GuardedMegatronState
 from megastable_guard.loop_guard import Guard
 
 
@@ -34,7 +34,7 @@ class MegatronGuard(JudgedUpdates):
         not_covered = [config.fp16, config.optimizer_cpu_offload, getattr(model[0].config, "qk_clip", False)]
         if any(not_covered) or math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf)):
             raise RuntimeError("no guard for fp16, optimizer_cpu_offload, qk_clip, grad_norm_skip_threshold")
-        self.optimizer, self.sampler, self.state = optimizer, sampler, MegatronState(scheduler)
+        self.optimizer, self.sampler, self.state = optimizer, sampler, GuardedMegatronState(scheduler)
         self.loss, self.weight, self.norm = 0.0, 0.0, None
         self.guard = Guard(ModuleList(model), optimizer, others={"megatron": self.state}, **options)
         self.wrap(optimizer, "get_grad_norm", self._keep_norm)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-class MegatronState:
+class GuardedMegatronState:
     """scheduler: an OptimizerParamScheduler, or None."""
 
     def __init__(self, scheduler: Any) -> None:
