@@ -42,9 +42,9 @@ from megastable_guard.random_states import restore_random_states
 from megastable_guard.rate_limits import RateLimiter
 from megastable_guard.sample_examiner import (
     STEPS,
-    SampleEvidence,
     ReadStep,
     Replay,
+    SampleEvidence,
     SampleExaminer,
     WindowRemedy,
     choose_sample_remedy,
