@@ -42,7 +42,7 @@ SIZE, BATCH, LENGTH, STEPS, FIRST, WORDS = 6000, 16, 16, 150, 100, 64
 
 def need(package: str) -> None:
     """Skips the test; the package itself is imported by the ranks."""
-    if find_spec(package) is None:
+    if find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} is not installed")
 
 
