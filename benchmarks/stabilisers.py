@@ -35,7 +35,7 @@ from rich.progress import Progress  # noqa: E402
 from benchmarks.ruler.contestants import BOUNDS, WATCHERS  # noqa: E402
 from benchmarks.ruler.faults import FAULTS  # noqa: E402
 from benchmarks.ruler.ours import OURS  # noqa: E402
-from benchmarks.ruler.results import Results, draw_picture, show_tables  # noqa: E402
+from benchmarks.ruler.results import Results, draw_picture, show_tables, write_markdown  # noqa: E402
 from benchmarks.ruler.run import CLIPPING, Key, append_result, run_family  # noqa: E402
 from benchmarks.ruler.task import SIZES, prepare_texts  # noqa: E402
 
@@ -159,6 +159,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Processes at the same time")] = 2,
     report: Annotated[bool, typer.Option(help="Train nothing: show what is done")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All numbers as JSON, to stdout")] = False,
+    markdown: Annotated[bool, typer.Option(help="The tables as Markdown, to stdout")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the table as a PNG")] = None,
 ) -> None:
     """Measure all stabilisers on the same faults."""
@@ -214,6 +215,8 @@ def main(
                 ]
             )
         )
+    elif markdown:
+        print(write_markdown(results), end="")
     else:
         show_tables(Console(width=max(150, Console().width)), results, len(every_key))
     if picture:

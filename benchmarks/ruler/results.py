@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks.ruler.contestants import BOUNDS, WATCHERS
 from benchmarks.ruler.faults import FAULTS, Fault
+from benchmarks.ruler.task import STEPS
 
 Results = dict[tuple[str, int, str, str], dict[str, Any]]  # by size, seed, contestant and fault
 NEAR = 0.02  # nats per token: within which a contestant is as good as the best
@@ -101,7 +102,7 @@ def summarize_contestant(results: Results, name: str) -> dict[str, float]:
         "lost": sum(facts.get("lost", 0) for _, facts in faulty) / count,
         "bad": sum(facts.get("bad_trained", 0) for _, facts in faulty) / count,
         "undone": sum(facts["undone"] + facts["refused"] for _, facts in faulty) / count,
-        "time": sum(facts["computed"] + facts.get("measured", 0.0) for _, facts in faulty) / count / 320,
+        "time": sum(facts["computed"] + facts.get("measured", 0.0) for _, facts in faulty) / count / STEPS,
     }
 
 
@@ -163,6 +164,29 @@ def show_tables(console: Console, results: Results, expected: int) -> None:
         )
         for fault_name, size, seed, gap in sorted(missed, key=lambda miss: -miss[3]):
             console.print(f"  {fault_name}, {size}, seed {seed}: {gap:+.3f}")
+
+
+def write_markdown(results: Results) -> str:
+    """Both tables, for a page. Bold: within NEAR of the best."""
+    names = list_names(results)
+    lines = ["| fault | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for fault in FAULTS:
+        rows = {name: collect_excess(results, name, fault) for name in names}
+        if not any(rows.values()):
+            continue
+        means = {name: float(np.mean(values)) for name, values in rows.items() if values}
+        best, cells = min(means.values()), []
+        for name in names:
+            text = _write_excess(rows[name])
+            is_near = not fault.is_healthy and name in means and means[name] <= best + NEAR
+            cells.append(f"**{text}**" if is_near else text)
+        lines.append(f"| {fault.title} | " + " | ".join(cells) + " |")
+    titles = [title for _, title, _ in COLUMNS]
+    lines += ["", "| contestant | " + " | ".join(titles) + " |", "|---|" + "---|" * len(titles)]
+    for name in names:
+        sums = summarize_contestant(results, name)
+        lines.append(f"| {name} | " + " | ".join(write(sums[column]) for column, _, write in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def draw_picture(path: Path, results: Results) -> None:
