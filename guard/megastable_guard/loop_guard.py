@@ -254,15 +254,15 @@ class Guard:
 
     def _examine_refused(self) -> None:
         """Name the bad samples of the update that was refused; the others may be read later. As no trial has shown
-        that they harm, they are skipped only while they are few."""
+        that they harm, they are skipped only if each is far out by itself, and while they are few."""
         found, policy = self.samples.examine_refused(self.step), self.judge.policy
         if found is None:
             return
         self.deferred = [self.step]
-        if found.bad_positions and policy.may_take_untried(len(found.bad_positions)):
-            policy.take_untried(len(found.bad_positions))
-            policy.note_skipped(found.bad_positions, proven=False)
-            self.skipped = found.bad_positions
+        if found.alone and policy.may_take_untried(len(found.alone)):
+            policy.take_untried(len(found.alone))
+            policy.note_skipped(found.alone, proven=False)
+            self.skipped = found.alone
             self.samples.bad_by_step[self.step] = self.skipped
         self.record.note_cause(found.cause, found.reason, self.skipped)
 

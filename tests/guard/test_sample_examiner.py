@@ -438,3 +438,13 @@ def give_ids_on_one_rank() -> str:
 def test_ids_of_some_ranks_alone_are_refused() -> None:
     told = run_ranks(2, give_ids_on_one_rank)
     assert told == ["1 of 2 ranks have given sample_ids: give them on all or on none"] * 2
+
+
+def test_a_crowd_of_a_refused_update_is_read_later_as_no_trial_has_shown_harm() -> None:
+    """Each of its samples is ordinary by itself."""
+    loop = NamingLoop(write_samples(0)).train(60)
+    crowd = Conclusion(Cause.DATA, [1, 2, 3], [], "together")
+    loop.guard.samples.examine_refused = lambda step: crowd  # type: ignore[method-assign]
+    verdict = loop.guard.check(loss=float("nan"), grad_norm=1.0, sample_ids=range(BATCH))
+    assert not verdict.apply and not verdict.rewind
+    assert not loop.guard.skipped and loop.guard.deferred == [61]
