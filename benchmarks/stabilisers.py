@@ -1,6 +1,6 @@
 """Measure all stabilisers on the same faults, and on healthy changes that none should act on.
 
-    python benchmarks/stabilisers.py --quick     a third of the faults, the small size, one seed: under 10 minutes
+    python benchmarks/stabilisers.py --quick     a quarter of the faults, one size and seed: under 10 minutes
     python benchmarks/stabilisers.py --jobs 2    everything: two sizes, five seeds: hours; what is done is kept
     python benchmarks/stabilisers.py --report    only the table, the JSON and the picture of what is done
 
@@ -13,15 +13,17 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
-from benchmarks.ruler.contestants import BOUNDS, WATCHERS  # noqa: E402
+from benchmarks.ruler.contestants import BOUNDS, WATCHERS, clip_norm  # noqa: E402
 from benchmarks.ruler.faults import FAULTS  # noqa: E402
 from benchmarks.ruler.ours import OURS  # noqa: E402
 from benchmarks.ruler.results import Results, draw_picture, show_tables, write_markdown  # noqa: E402
@@ -57,9 +59,9 @@ QUICK = (
 )
 
 
-def read_program(source: Path) -> str:
-    """A module without its comments, docstrings and line breaks."""
-    tree = ast.parse(source.read_text())
+def read_program(source: str) -> str:
+    """A program without its comments, docstrings and line breaks."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -70,18 +72,21 @@ def read_program(source: Path) -> str:
 
 
 def compute_version(contestant: str) -> str:
-    """A hash of what decides a contestant's runs: the ruler, torch, and its own code."""
+    """A hash of what decides a contestant's runs: torch, the task with its texts and model, and its own code."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    sources = [
-        ROOT / "benchmarks/ruler" / name for name in ("task.py", "faults.py", "contestants.py", "run.py")
-    ]
-    if contestant.startswith("ours"):
+    sources = [ROOT / "benchmarks/ruler" / name for name in ("task.py", "faults.py", "run.py")]
+    sources += [ROOT / name for name in ("benchmarks/peers/plain_torch.py", "drills/court_scenarios.py")]
+    kind: Any = BOUNDS[contestant][1] if contestant in BOUNDS else ALL_WATCHERS[contestant]
+    if contestant in OURS:
         sources += [
             ROOT / "benchmarks/ruler/ours.py",
             *sorted((ROOT / "guard/megastable_guard").glob("*.py")),
         ]
     for source in sources:
-        digest.update(read_program(source).encode())
+        digest.update(read_program(source.read_text()).encode())
+    bases = [base for base in getattr(kind, "__mro__", [kind]) if base.__module__.startswith("benchmarks")]
+    for part in [clip_norm, *bases]:
+        digest.update(read_program(textwrap.dedent(inspect.getsource(part))).encode())
     if contestant in PACKAGES:
         digest.update(importlib.metadata.version(PACKAGES[contestant]).encode())
     return digest.hexdigest()[:12]
@@ -115,7 +120,7 @@ def run_families(
     jobs: int,
 ) -> None:
     """Train what is wanted: `jobs` families of runs at the same time, each in a process of its own."""
-    texts = prepare_texts(folder / "texts")
+    texts = prepare_texts(folder / f"texts-{versions[CLIPPING]}")
     output = folder / "results.jsonl"
     running_children: dict[int, tuple[str, int, str]] = {}
     waiting_families = list(families)
@@ -148,7 +153,7 @@ def run_families(
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="The small size, one seed, a third of the faults")] = False,
+    quick: Annotated[bool, typer.Option(help="The small size, one seed, a quarter of the faults")] = False,
     sizes: Annotated[list[str] | None, typer.Option("--size", help="Again for more; default: all")] = None,
     seeds: Annotated[list[int] | None, typer.Option("--seed", help="Again for more; default: 1 to 5")] = None,
     names: Annotated[
@@ -197,10 +202,11 @@ def main(
         for size, seed, name, fault in itertools.product(sizes, seeds, chosen, faults)
         if not (name in without_healthy and fault in healthy)
     ]
+    own_families = {*BOUNDS, *(name for name, kind in ALL_WATCHERS.items() if kind.changes_rounding)}
     if not report:
         wanted = set(every_key) - set(read_results(output, versions))
         families = sorted(
-            {(size, seed, name if name in BOUNDS else CLIPPING) for size, seed, name, _ in wanted},
+            {(size, seed, name if name in own_families else CLIPPING) for size, seed, name, _ in wanted},
             key=lambda family: (list(SIZES).index(family[0]), family[1], family[2] != CLIPPING),
         )
         run_families(families, wanted, folder, versions, jobs)

@@ -61,7 +61,7 @@ def clip_adagc(run: Run, norm: float) -> None:
 
 def clip_zclip(run: Run, norm: float) -> None:
     """ZClip (arXiv:2504.02507): norms beyond 2.5 deviations of an average of 0.97 are clipped to mean + 2.5^2 / z
-    deviations; mean and variance begin after 25 steps."""
+    deviations, and all at 1.0, as in the authors' class; mean and variance begin after 25 steps."""
     memory = run.memory
     first_norms = memory.setdefault("first", [])
     if len(first_norms) < 25:
@@ -69,23 +69,20 @@ def clip_zclip(run: Run, norm: float) -> None:
         clip_norm(run, norm)
         if len(first_norms) == 25:
             kept_norms = torch.tensor(first_norms)
-            memory["mean"], memory["variance"] = float(kept_norms.mean()), float(kept_norms.var())
+            memory["mean"], memory["variance"] = float(kept_norms.mean()), float(kept_norms.var(correction=0))
         return
     deviation = math.sqrt(memory["variance"]) + 1e-6
-    score, clipped_norm = (norm - memory["mean"]) / deviation, norm
+    score, adaptive_norm = (norm - memory["mean"]) / deviation, norm
     if score > 2.5:
-        clipped_norm = memory["mean"] + 2.5**2 / score * deviation
-        for gradient in run.gradients():
-            gradient.mul_(clipped_norm / norm)
-    elif norm != norm:
-        clip_norm(run, norm)
-        return
-    memory["mean"] = 0.97 * memory["mean"] + 0.03 * clipped_norm
-    memory["variance"] = 0.97 * memory["variance"] + 0.03 * (clipped_norm - memory["mean"]) ** 2
+        adaptive_norm = memory["mean"] + 2.5**2 / score * deviation
+    clip_norm(run, norm, min(adaptive_norm, CLIP))
+    if norm == norm:
+        memory["mean"] = 0.97 * memory["mean"] + 0.03 * adaptive_norm
+        memory["variance"] = 0.97 * memory["variance"] + 0.03 * (adaptive_norm - memory["mean"]) ** 2
 
 
 def clip_spam(run: Run, norm: float) -> None:
-    """SPAM (arXiv:2501.06842): elements with g^2 > 5000 v become sign(g) sqrt(5000 v); every 500 steps
+    """SPAM (arXiv:2501.06842, algorithm 1): elements with g^2 > 5000 v become sign(g) sqrt(5000 v); every 500 steps
     the moments begin again, which these runs do not reach, and the rate warms up for 150 steps."""
     for parameter in run.model.parameters():
         state = run.optimizer.state.get(parameter)
@@ -140,11 +137,13 @@ APPLY, REFUSE = Action("apply"), Action("refuse")
 
 
 class Watcher:
-    """Sees every step of a run before its update, and after it. Restarts are limited to 3: then it trains on."""
+    """Sees every step of a run before its update, and after it. Restarts are limited to 8, as our rewinds are: then it
+    trains on. changes_rounding: of the model that it watches, so that it needs runs of its own."""
 
     name = ""
     title = ""
     rows: Iterator[int] | None = None  # of the data, if it has an order of its own
+    changes_rounding = False
 
     def __init__(self, run: Run) -> None:
         self.restarts = 0
@@ -163,7 +162,16 @@ class Watcher:
 
     def restart(self, back: int, position: int) -> Action:
         self.restarts += 1
-        return Action("rewind", back, position) if self.restarts <= 3 else APPLY
+        return Action("rewind", back, position) if self.restarts <= 8 else APPLY
+
+
+class SkipNonFinite(Watcher):
+    """What loss scalers and most stacks do: an update with a loss or a norm that is not finite is left out."""
+
+    name, title = "skip-nan", "refuses what is not finite"
+
+    def judge_step(self, run: Run, loss: float, norm: float) -> Action:
+        return APPLY if math.isfinite(loss) and math.isfinite(norm) else REFUSE
 
 
 class SigmaSkip(Watcher):
@@ -211,29 +219,29 @@ class BackAndSkip(SigmaSkip):
 
 
 class KillLossSpike(Watcher):
-    """llm-foundry's callback: more than 4 steps in a row above twice the mean of the last 100, or a mean above 10. A
-    loss that is not finite ends a run, too. Then from the last checkpoint, every 50 steps, behind the data read."""
+    """llm-foundry's callback: more than 4 steps in a row at twice the mean of the last 100 or above, or half of
+    them above 10, from step 200 on. A loss that is not finite ends a run, too. Then from the last checkpoint, every 50 steps,
+    behind the data that was read."""
 
     name, title = "kill-loss-spike", "llm-foundry's KillLossSpike, restarted"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.window, self.outliers = deque[float](maxlen=100), 0
+        self.window, self.outliers, self.seen = deque[float](maxlen=100), 0, 0
 
     def judge_update(self, run: Run, loss: float) -> Action:
-        action = APPLY
+        is_spike = not math.isfinite(loss)
+        self.seen += 1
         if len(self.window) == 100:
-            mean_loss = sum(self.window) / 100
-            self.outliers = self.outliers + 1 if loss > 2 * mean_loss else 0
-            if self.outliers > 4 or mean_loss > 10:
-                action = self.restart(run.step - 1, run.position)
-        if not math.isfinite(loss):
-            action = self.restart(run.step - 1, run.position)
+            self.outliers = self.outliers + 1 if loss >= 2 * sum(self.window) / 100 else 0
+            is_high = self.seen > 200 and sum(known > 10 for known in self.window) >= 50
+            is_spike = is_spike or self.outliers > 4 or is_high
         self.window.append(loss)
-        if action is not APPLY:
-            self.window.clear()
-            self.outliers = 0
-        return action
+        if not is_spike:
+            return APPLY
+        self.window.clear()
+        self.outliers = self.seen = 0
+        return self.restart(run.step - 1, run.position)
 
 
 class LightningSpike(Watcher):
@@ -279,6 +287,7 @@ class StabilityGuard(Watcher):
     it was asked to step."""
 
     name, title = "stabilityguard", "stabilityguard 0.3"
+    changes_rounding = True  # by hooks in the backward pass
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -313,7 +322,7 @@ class Asked:
 
 WATCHERS: dict[str, type[Watcher]] = {
     watcher.name: watcher
-    for watcher in (SigmaSkip, BackAndSkip, KillLossSpike, LightningSpike, StabilityGuard)
+    for watcher in (SkipNonFinite, SigmaSkip, BackAndSkip, KillLossSpike, LightningSpike, StabilityGuard)
 }
 
 

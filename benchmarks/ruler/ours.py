@@ -13,6 +13,8 @@ from benchmarks.ruler.run import Run
 from benchmarks.ruler.task import BATCH, POSITIONS, STEPS, measure_losses
 from megastable_guard import Guard, SkippableSampler
 
+LATER = 40 * BATCH  # rows, after which deferred ones are read: well before the end
+
 
 class Ours(Watcher):
     """The guard and its sampler with their defaults: steps since the onset are read later."""
@@ -21,7 +23,7 @@ class Ours(Watcher):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.sampler = SkippableSampler(POSITIONS, BATCH, shuffle=False, updates=STEPS)
+        self.sampler = SkippableSampler(POSITIONS, BATCH, shuffle=False, updates=STEPS, after=LATER)
         self.guard = Guard(run.model, run.optimizer)
         self.ids = deque[int](maxlen=BATCH)  # of the present step
         self.rows = self.read_rows()

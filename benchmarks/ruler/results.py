@@ -31,6 +31,8 @@ def find_excess(results: Results, size: str, seed: int, name: str, fault: Fault)
     )
     if facts is None or reference is None or reference["loss"] is None:
         return None
+    if "error" in facts:
+        return None
     return math.inf if facts["loss"] is None else facts["loss"] - reference["loss"]
 
 
@@ -80,8 +82,9 @@ def _write_excess(values: Sequence[float]) -> str:
 
 
 def summarize_contestant(results: Results, name: str) -> dict[str, float]:
-    """Sums and means over all runs of a contestant. worst: excess. behind: runs with a fault that end more than NEAR
-    behind the best. false: actions in healthy runs and before a fault. lost: harmless rows that were not trained on, a
+    """Sums and means over all runs of a contestant. mean: of excess, at most 1 each, as of a dead run; worst: of those
+    that live. behind: runs with a fault that end more than NEAR behind the best. false: actions in healthy
+    runs, and before a fault, where they count once for all faults. lost: harmless rows that were not trained on, a
     run. bad: planted rows that were, a run. undone: steps, a run. time: steps computed, over those of a run."""
     faulty = [(key, facts) for key, facts in results.items() if key[2] == name]
     healthy_names = {fault.name for fault in FAULTS if fault.is_healthy}
@@ -91,13 +94,14 @@ def summarize_contestant(results: Results, name: str) -> dict[str, float]:
     finite_excess = [excess for excess in all_excess if math.isfinite(excess)]
     count = max(1, len(faulty))
     return {
-        "mean": float(np.mean(finite_excess)) if finite_excess else math.nan,
+        "mean": float(np.mean([min(1.0, excess) for excess in all_excess])) if all_excess else math.nan,
         "dead": len(all_excess) - len(finite_excess),
         "worst": max(finite_excess, default=math.nan),
         "behind": len(find_misses(results, name)),
         "false": sum(
-            facts["refused"] + facts["rewinds"] if key[3] in healthy_names else facts["early"]
+            facts["refused"] + facts["rewinds"] - (facts["early"] if key[3] != "clean" else 0)
             for key, facts in faulty
+            if key[3] in healthy_names
         ),
         "lost": sum(facts.get("lost", 0) for _, facts in faulty) / count,
         "bad": sum(facts.get("bad_trained", 0) for _, facts in faulty) / count,
@@ -107,7 +111,7 @@ def summarize_contestant(results: Results, name: str) -> dict[str, float]:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("mean", "mean excess", lambda x: f"{x:+.3f}"),
+    ("mean", "mean excess, 1 at most", lambda x: f"{x:+.3f}"),
     ("worst", "worst", lambda x: f"{x:+.3f}"),
     ("dead", "dead runs", lambda x: f"{x:.0f}"),
     ("behind", f"> {NEAR} behind the best", lambda x: f"{x:.0f}"),

@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ruler.contestants import BOUNDS, Action, Watcher, gradients_norm
+from benchmarks.ruler.contestants import APPLY, BOUNDS, Action, Watcher, gradients_norm
 from benchmarks.ruler.faults import FAULTS, Data, Fault, hook_fault, lay_data
 from benchmarks.ruler.task import BATCH, STEP, STEPS, Rows, build_model, scheduled_rate, validate
 
@@ -56,6 +57,7 @@ class Run:
         self.copies: dict[int, dict[str, Any]] = {}
         self.facts = {"refused": 0, "rewinds": 0, "undone": 0, "computed": 0, "early": 0, "measured": 0.0}
         self.first_action: int | None = None
+        self.failed: dict[str, str] = {}  # watchers that raised, and what
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -122,7 +124,7 @@ class Run:
         self.facts["computed"] += 1
         norm = gradients_norm(self.gradients())
         for watcher in list(self.watchers):
-            action = watcher.judge_step(self, loss_value, norm)
+            action = self.ask_watcher(watcher, partial(watcher.judge_step, self, loss_value, norm))
             if action.kind != "apply" and self.becomes(watcher):
                 self.carry_out(action, watcher, rows)
                 return
@@ -136,10 +138,21 @@ class Run:
             with torch.no_grad():
                 fault.update(self.model, self.optimizer, torch.Generator().manual_seed(self.seed))
         for watcher in list(self.watchers):
-            action = watcher.judge_update(self, loss_value)
+            action = self.ask_watcher(watcher, partial(watcher.judge_update, self, loss_value))
             if action.kind != "apply" and self.becomes(watcher):
                 self.carry_out(action, watcher, rows)
                 return
+
+    def ask_watcher(self, watcher: Watcher, ask: Callable[[], Action]) -> Action:
+        """What raises in a run of several is the result of that watcher, and of nobody else."""
+        try:
+            return ask()
+        except Exception as error:
+            if self.alone:
+                raise
+            self.failed[watcher.name] = f"{type(error).__name__}: {error}"
+            self.watchers.remove(watcher)
+            return APPLY
 
     def becomes(self, watcher: Watcher) -> bool:
         """Whether this process goes on as the run of a watcher that acts; else a child of it does, and was waited
@@ -216,15 +229,19 @@ def run_family(
     family: tuple[str, int, str], watchers: dict[str, type[Watcher]], texts: dict[str, Rows], wanted: set[Key],
     save: Callable[[Key, dict[str, Any]], None],
 ) -> None:  # fmt: skip
-    """All runs of a size, a seed and a bound, and of the watchers if it is clipping, with all wanted faults; in this
-    process and its children."""
-    size, seed, bound = family
+    """All runs of a size, a seed and a bound, and of the watchers if it is clipping, with all wanted faults; or of a
+    watcher that changes the rounding. In this process and its children."""
+    size, seed, name = family
+    bound = name if name in BOUNDS else CLIPPING
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     run = Run(size, seed, bound, texts)
-    if bound == CLIPPING:
-        watched = {name for s, d, name, _ in wanted if (s, d) == (size, seed)}
-        run.watchers = [kind(run) for name, kind in watchers.items() if name in watched]
+    if name == CLIPPING:
+        watched = {watcher for s, d, watcher, _ in wanted if (s, d) == (size, seed)}
+        shared_kinds = [kind for kind in watchers.values() if not kind.changes_rounding]
+        run.watchers = [kind(run) for kind in shared_kinds if kind.name in watched]
+    elif name in watchers:
+        run.alone, run.watchers = True, [watchers[name](run)]
     origin = os.getpid()
     run.train_until(STEP - 1)
     for fault in FAULTS:
@@ -248,9 +265,11 @@ def run_family(
             traceback.print_exc()
             facts = {**run.facts, "loss": None, "error": f"{type(error).__name__}: {error}"}
         names = [run.watchers[0].name] if run.alone else [bound, *(watcher.name for watcher in run.watchers)]
-        for name in names:
+        told = dict.fromkeys(names, facts)
+        told |= {name: {**facts, "loss": None, "error": error} for name, error in run.failed.items()}
+        for name, own_facts in told.items():
             if (size, seed, name, fault.name) in wanted:
-                save((size, seed, name, fault.name), facts)
+                save((size, seed, name, fault.name), own_facts)
         os._exit(0)
     if os.getpid() != origin:
         os._exit(0)

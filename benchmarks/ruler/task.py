@@ -28,7 +28,7 @@ Rows = npt.NDArray[np.int64]
 
 LENGTH, BATCH, VOCABULARY = 32, 16, 512  # tokens of a row, rows of a step
 STEPS, STEP = 320, 180  # of a run; the one in which a fault begins
-AHEAD = 700  # steps of data behind the end: PaLM's rule jumps over 200, three times at most
+AHEAD = 1700  # steps of data behind the end: PaLM's rule jumps over 200, eight times at most
 POSITIONS = (STEPS + AHEAD) * BATCH
 HELD_OUT = 256  # rows of each kind that no run trains on
 OTHER = 6000  # rows of every other kind
