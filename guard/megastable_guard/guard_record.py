@@ -184,6 +184,14 @@ class GuardRecord:
         open_incident.positions = _find_ranges(known_indices | {*skipped})
         self._tell_incident("attributed", cause=cause, reason=reason, positions=_find_ranges({*skipped}))
 
+    def note_cleared(self, ids: Sequence[int]) -> None:
+        """Samples that were named, and are read again: another look has shown that they are not bad."""
+        self.state.skipped -= len(ids)
+        for incident in self.state.incidents:
+            named_ids = {index for first, end in incident.positions for index in range(first, end)}
+            if not named_ids.isdisjoint(ids):
+                incident.positions = _find_ranges(named_ids - {*ids})
+
     def note_trial(self, step: int, snapshot: int, facts: Mapping[str, Any], reason: str) -> None:
         """What branches from the state after `snapshot` have shown about the samples."""
         self._tell("branches_tried", step=step, snapshot=snapshot, reason=reason, **facts)

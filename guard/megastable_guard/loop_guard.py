@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +40,7 @@ from megastable_guard.guard_record import GuardRecord, GuardReport
 from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
 from megastable_guard.policy_state import JUMP
 from megastable_guard.random_states import restore_random_states
-from megastable_guard.rate_limits import RateLimiter
+from megastable_guard.rate_limits import RateLimiter, read_rate
 from megastable_guard.sample_examiner import (
     STEPS,
     ReadStep,
@@ -83,7 +84,8 @@ class Guard:
 
     Args:
         model, optimizer: of this rank; plain, DDP, FSDP 1 or 2. The optimizer may be wrapped, or be a list of several.
-            A model of several parts is an nn.ModuleList of them.
+            A model of several parts is an nn.ModuleList of them. The learning rate that is judged is the largest of all
+            groups.
         scheduler: its state is rewound, too.
         others: what else is to be rewound, by name.
         config: thresholds and budgets.
@@ -162,18 +164,16 @@ class Guard:
         if self._awaits_forward and self._sees_forward:  # there was none in this step
             self._forward = read_forward_state(self.model)
         gradient_norm = self._measure_norm() if grad_norm is None else grad_norm
-        own_ids, own_losses = _as_numbers(sample_ids), _as_numbers(sample_losses)
-        if sample_losses is not None and len(own_losses) != len(own_ids):
-            raise ValueError(
-                f"{len(own_losses)} sample_losses of {len(own_ids)} sample_ids: one for each is needed"
-            )
+        own_ids, own_losses = _as_ids(sample_ids), _as_losses(sample_losses)
+        is_uneven = sample_losses is not None and len(own_losses) != len(own_ids)
+        given = (sample_ids is not None, sample_losses is not None, is_uneven)
         mean_loss, norm_value, knows_ids = self._average_over_ranks(
-            float(loss), float(gradient_norm), weight, sample_ids is not None
+            float(loss), float(gradient_norm), weight, given
         )
         if not self.record.has_begun:
             self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
-        scheduled_rate = float(self._optimizers[0].param_groups[0]["lr"])
+        scheduled_rate = read_rate(self._optimizers)
         rate = self.rates.choose_share(self.judge.policy, self.updates, scheduled_rate)
         step_signals = Signals(self.step + 1, mean_loss, norm_value, rate, mixed)
         judged_before = None
@@ -223,7 +223,7 @@ class Guard:
         if self._decision is None or not self._decision.action.rewinds or self.copies is None:
             raise RuntimeError("guard.rewind() belongs behind a check whose verdict says rewind")
         finding, tripped, began = self._decision.finding, self.step, time.monotonic()
-        restored_copy = self.copies.restore_before(finding.onset)
+        self.copies.restore_before(finding.onset)
         evidence = self._collect_evidence(finding)
         remedy = self._examine_window(finding, evidence) if evidence is not None else None
         restored_copy = self.copies.newest[0]
@@ -235,9 +235,10 @@ class Guard:
         self.judge.rewind_detector(copied_judgement.detector.model_copy(deep=True))
         self.judge.policy.note_rewind(self.updates, tripped - self.step)
         # Those of refused updates stay skipped, unless they were examined once more.
-        named_before = self.samples.name_again(
+        named_before, cleared = self.samples.name_again(
             self.step, finding.onset if remedy else None, remedy.skipped if remedy else ()
         )
+        self.record.note_cleared(cleared)
         remedy = remedy or WindowRemedy(Cause.UNKNOWN, deferred=tuple(range(finding.onset, tripped + 1)))
         if remedy.cause is Cause.STATE and evidence is not None and self._limit_rate(finding, evidence):
             remedy = WindowRemedy(Cause.LEARNING_RATE)
@@ -280,18 +281,13 @@ class Guard:
         is tried where the rate has jumped, or the trouble came back though no sample was bad."""
         assert self.copies is not None
         policy, copy_step = self.judge.policy, self.copies.newest[0].step
-        good_rate = float(self._optimizers[0].param_groups[0]["lr"])
+        good_rate = read_rate(self._optimizers)
         highest_rate = max(read_step.rate for read_step in evidence.window)
         may_be_rate = highest_rate > JUMP * good_rate or policy.has_recurred()
         offers = policy.offer_remedies(self.updates, good_rate, highest_rate)
         offers = [offer for offer in offers if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR)]
         tried_steps = (len(offers) + 2) * STEPS
-        if not (
-            may_be_rate
-            and offers
-            and self.rates.can_limit
-            and policy.may_try_remedies(tried_steps, self.step)
-        ):
+        if not (may_be_rate and offers and policy.may_try_remedies(tried_steps, self.step)):
             return False
         policy.state.tried += tried_steps
         trial = self._without_refusals(
@@ -393,8 +389,10 @@ class Guard:
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
         self.record.restore_state(state.get("record", {}))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
-        self.skipped, self._cleared = [], int(state["cleared"])
+        self.skipped, self._cleared = [], int(state.get("cleared", 0))
         self.samples.forget_after(-1)
+        self.samples.bad_by_step.clear()
+        self.applies, self._alert, self.rates.share = True, "", 1.0
         if self.copies is not None:
             self.copies.forget_copies()
 
@@ -421,26 +419,38 @@ class Guard:
         )  # fmt: skip
 
     def _average_over_ranks(
-        self, loss: float, norm: float, weight: float, knows_ids: bool = False
+        self, loss: float, norm: float, weight: float, given: tuple[bool, bool, bool]
     ) -> tuple[float, float, bool]:
-        """Mean loss by weight; the norm, which the ranks know alike but for rounding; whether all know their ids."""
+        """Mean loss by weight; the norm, which the ranks know alike but for rounding; whether all know their ids.
+
+        given: whether this rank has ids, has losses of them, and has not as many. What is wrong on one rank raises
+        ValueError on all: the others would wait for it for ever.
+        """
         # A part without tokens may have a loss of nan.
-        sums = [loss * weight if weight else 0.0, weight, norm, 1.0, float(knows_ids)]
+        sums = [loss * weight if weight else 0.0, weight, norm, 1.0, *map(float, given)]
         if dist.is_available() and dist.is_initialized():
             device = local_part(next(self.model.parameters())).device
             rank_sums = torch.tensor(sums, dtype=torch.float64, device=device)
             dist.all_reduce(rank_sums)
             sums = rank_sums.tolist()
-        weighted_loss, total_weight, norm_sum, rank_count, knowing_count = sums
+        weighted_loss, total_weight, norm_sum, rank_count, *given_counts, uneven_count = sums
         if not total_weight:
             raise ValueError("the weights of all ranks are 0: this step has no loss")
-        if knowing_count not in (0, rank_count):
+        if uneven_count:
             raise ValueError(
-                f"{knowing_count:.0f} of {rank_count:.0f} ranks have given sample_ids: give them on all or on none"
+                f"{uneven_count:.0f} of {rank_count:.0f} ranks have given more or less sample_losses than sample_ids"
             )
-        return weighted_loss / total_weight, norm_sum / rank_count, knowing_count > 0
+        for count, name in zip(given_counts, ("sample_ids", "sample_losses"), strict=True):
+            if count not in (0, rank_count):
+                raise ValueError(
+                    f"{count:.0f} of {rank_count:.0f} ranks have given {name}: give them on all or on none"
+                )
+        return weighted_loss / total_weight, norm_sum / rank_count, given_counts[0] > 0
 
     def _measure_norm(self) -> float:
+        own_clipping: Any = getattr(self.model, "clip_grad_norm_", None)
+        if own_clipping is not None:  # of FSDP1, whose gradients are parts of flat ones
+            return float(own_clipping(math.inf))
         by_mesh = defaultdict[Any, list[Tensor]](list)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -449,7 +459,19 @@ class Guard:
         return math.hypot(*(float(n.full_tensor() if hasattr(n, "full_tensor") else n) for n in norms))
 
 
-def _as_numbers(values: Sequence[Any] | Tensor | None) -> tuple[Any, ...]:
+def _as_ids(values: Sequence[int] | Tensor | None) -> tuple[int, ...]:
+    """Raises TypeError if they are no whole numbers."""
+    if values is None:
+        return ()
+    ids = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(
+            f"sample_ids are whole numbers, but these are {ids.dtype}: {ids.ravel()[:3].tolist()}"
+        )
+    return tuple(ids.ravel().tolist())
+
+
+def _as_losses(values: Sequence[float] | Tensor | None) -> tuple[float, ...]:
     if values is None:
         return ()
     return tuple(values.detach().flatten().tolist() if isinstance(values, Tensor) else values)

@@ -23,17 +23,19 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"] = rate
 
 
+def read_rate(optimizers: Sequence[Any]) -> float:
+    """The largest learning rate of all groups: the one that is judged and limited."""
+    rates = {id(group["lr"]): group["lr"] for optimizer in optimizers for group in optimizer.param_groups}
+    return max(float(rate) for rate in rates.values())
+
+
 class RateLimiter:
-    """Limits the rates of all groups of some optimizers, each by the same share, during their updates.
+    """Limits the rates of all groups of some optimizers of torch, each by the same share, during their updates."""
 
-    optimizers: of torch; those of other kinds are left alone, and no limit must be imposed there.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.share = 1.0  # of the scheduled rates, in the coming update
-        self.can_limit = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
         self._scheduled: dict[int, list[Any]] = {}  # by optimizer, while its update is made
-        for optimizer in optimizers if self.can_limit else ():
+        for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._lower_rates)
             optimizer.register_step_post_hook(self._raise_rates)
 
@@ -45,11 +47,14 @@ class RateLimiter:
         return limited_rate
 
     def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._raise_rates(optimizer)  # if the last update has raised an error
         if self.share == 1.0:
             return
-        self._scheduled[id(optimizer)] = copy.deepcopy([group["lr"] for group in optimizer.param_groups])
-        for group in optimizer.param_groups:
-            set_rate(group, group["lr"] * self.share)
+        # Groups may share one tensor.
+        scheduled_rates = copy.deepcopy([group["lr"] for group in optimizer.param_groups])
+        self._scheduled[id(optimizer)] = scheduled_rates
+        for group, rate in zip(optimizer.param_groups, scheduled_rates, strict=True):
+            set_rate(group, rate * self.share)
 
     def _raise_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):

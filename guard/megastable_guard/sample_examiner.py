@@ -60,6 +60,7 @@ Bools = npt.NDArray[np.bool_]
 Replay = Callable[[Sequence[int]], Tensor]
 T = TypeVar("T")
 
+REMEMBERED = 1024  # steps at most, as where no new copy is taken for long
 THRESHOLD = 6.0  # robust deviations of a loss, beyond which a sample may be bad by itself
 SIGNIFICANCE = 0.001  # how often a window of harmless samples passes for a bad crowd
 WINDOW = 16  # steps since the onset whose samples are suspects
@@ -87,19 +88,27 @@ def count_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
-    """The steps of all ranks, which remember the same ones, with the samples of all."""
+def gather_objects(own_object: T) -> list[T]:
+    """Those of all ranks."""
     if count_ranks() == 1:
-        return list(own_steps)
-    steps_by_rank: list[Any] = [None] * count_ranks()
-    dist.all_gather_object(steps_by_rank, list(own_steps))
+        return [own_object]
+    gathered: list[Any] = [None] * count_ranks()
+    dist.all_gather_object(gathered, own_object)
+    return gathered
+
+
+def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
+    """The steps that all ranks remember, with the samples of all. How far back a rank remembers depends on how many
+    samples it read."""
+    steps_by_rank = [{kept.step: kept for kept in steps} for steps in gather_objects(list(own_steps))]
+    common_steps = sorted(set[int].intersection(*map(set, steps_by_rank)))
     return [
         replace(
-            rank_parts[0],
-            ids=tuple(sample_id for rank_part in rank_parts for sample_id in rank_part.ids),
-            losses=tuple(loss for rank_part in rank_parts for loss in rank_part.losses),
+            steps_by_rank[0][step],
+            ids=tuple(sample_id for steps in steps_by_rank for sample_id in steps[step].ids),
+            losses=tuple(loss for steps in steps_by_rank for loss in steps[step].losses),
         )
-        for rank_parts in zip(*steps_by_rank, strict=True)
+        for step in common_steps
     ]
 
 
@@ -201,6 +210,12 @@ def choose_sample_remedy(
     return WindowRemedy(found.cause, tuple(bad_ids), proven=is_proven)
 
 
+def can_train(start: StateCopy) -> bool:
+    """Whether branches from a copy can be trained: not at a rate of 0, as of the first step of a warm-up; nor where the
+    optimizer keeps copies of the weights, which only its owner can step. Pure."""
+    return not start.masters and any(float(group["lr"]) > 0 for group in start.groups)
+
+
 def choose_outlook(
     coming: Sequence[ReadStep], harmless: Sequence[ReadStep], trained: Int64s, start: int
 ) -> tuple[Int64s, Int64s]:
@@ -243,7 +258,7 @@ class SampleExaminer:
         oldest_copy = (
             self.copies.steps[0] if self.copies is not None and self.copies.steps else read_step.step
         )
-        while (
+        while len(self._read_steps) > REMEMBERED or (
             self._read_steps[0].step <= oldest_copy
             and self._sample_count - len(self._read_steps[0].ids) >= HARMLESS
         ):
@@ -258,24 +273,23 @@ class SampleExaminer:
         while self._read_steps and self._read_steps[-1].step > step:
             self._sample_count -= len(self._read_steps.pop().ids)
 
-    def name_again(self, step: int, onset: int | None, skipped: Sequence[int]) -> list[int]:
+    def name_again(self, step: int, onset: int | None, skipped: Sequence[int]) -> tuple[list[int], list[int]]:
         """The steps after `step` are undone; of those from `onset` on, if they were examined, only `skipped` is bad.
-        What else of the undone ones is."""
+        What else of the undone ones is, and what of them is not any more."""
         undone_steps = [named_step for named_step in self.bad_by_step if named_step > step]
         undone_names = {undone_step: self.bad_by_step.pop(undone_step) for undone_step in undone_steps}
-        still_bad = [
-            bad_id
-            for undone_step, bad_ids in undone_names.items()
-            if onset is None or undone_step < onset
-            for bad_id in bad_ids
-        ]
+        still_bad, cleared = list[int](), list[int]()
+        for undone_step, bad_ids in undone_names.items():
+            is_examined = onset is not None and undone_step >= onset
+            (cleared if is_examined else still_bad).extend(bad_ids)
         self.bad_by_step[step] = [*self.bad_by_step.get(step, []), *still_bad, *skipped]
-        return still_bad
+        return still_bad, sorted({*cleared} - {*skipped})
 
     def read_since(self, onset: int) -> tuple[list[ReadStep], list[ReadStep]]:
         """The samples of all ranks: the first `WINDOW` steps since the onset; and harmless steps from before it, for
         `HARMLESS` samples, without those of the window and those named so far. Collective."""
-        all_steps = gather_steps(list(self._read_steps))
+        recent_steps = [kept for kept in self._read_steps if onset - HARMLESS <= kept.step < onset + WINDOW]
+        all_steps = gather_steps(recent_steps)
         window = [read_step for read_step in all_steps if read_step.step >= onset][:WINDOW]
         left_out = set[int]().union(*self.bad_by_step.values(), *(read_step.ids for read_step in window))
         harmless_steps, harmless_count = list[ReadStep](), 0
@@ -338,9 +352,9 @@ class SampleExaminer:
 
     def read_ahead(self, step: int) -> list[ReadStep]:
         """The `FARTHEST` steps behind `step`, if the loop tells them. Collective."""
-        batch_size = len(self._read_steps[-1].ids)
+        batch_size = max(gather_objects(len(self._read_steps[-1].ids)))
         next_ids = list(self.ahead(FARTHEST * batch_size)) if self.ahead is not None else []
-        batch_starts = range(0, len(next_ids) - batch_size + 1, batch_size)
+        batch_starts = range(0, len(next_ids) - batch_size + 1, max(1, batch_size))
         return gather_steps(
             [
                 ReadStep(
@@ -386,7 +400,7 @@ class SampleExaminer:
         The steps of `region` with bad samples are trained on, again and again if they are few. Both are measured on
         the data to come: of the steps `coming`; if unknown, harmless samples, best those that the copy was not trained
         on. Gradients are clipped to the usual norm, as the loop's own clipping is not known. None: too few harmless
-        samples are known, or the optimizer keeps copies of the weights, which only its owner can step. Collective.
+        samples are known, or the copy cannot be trained (`can_train`). Collective.
         """
         assert self.copies is not None
         start_copy, suspects = self.copies.newest[0], np.array(found.bad_positions, np.int64)
@@ -401,7 +415,7 @@ class SampleExaminer:
         coming_ids, fillers = choose_outlook(
             coming, harmless, np.concatenate([held_out, *batches]), start_copy.step
         )
-        if not fillers.size or not coming_ids.size or start_copy.masters:
+        if not fillers.size or not coming_ids.size or not can_train(start_copy):
             return None
         usual_norm = float(np.median([read_step.norm for read_step in harmless]))
         measured_ids = np.concatenate([coming_ids, held_out])
@@ -451,7 +465,7 @@ class SampleExaminer:
         coming_ids, fillers = choose_outlook(
             evidence.coming[STEPS:], evidence.harmless, trained_ids, start_copy.step
         )
-        if not fillers.size or not coming_ids.size or start_copy.masters:
+        if not fillers.size or not coming_ids.size or not can_train(start_copy):
             return None
         usual_norm = float(np.median([read_step.norm for read_step in evidence.harmless]))
         scheduled_rate = max(read_step.rate for read_step in evidence.window)
@@ -474,16 +488,15 @@ class SampleExaminer:
         self, batches: Sequence[Int64s], start: StateCopy, usual_norm: float, measured: Int64s,
         measure_norm: Callable[[], float], rates: Sequence[float] = (),
     ) -> Floats:  # fmt: skip
-        """Losses of the samples `measured` after some steps from `start`, which is restored then. rates: of the first
-        group, by step; without them the copy's, to which all other rates are in proportion."""
+        """Losses of the samples `measured` after some steps from `start`, which is restored then. rates: the largest of
+        all groups, by step, to which the others are in proportion as on the copy; without them the copy's."""
         assert self.copies is not None and self.replay is not None
         groups = [group for optimizer in self.copies.optimizers for group in optimizer.param_groups]
         copied_rates = [float(group["lr"]) for group in groups]
         try:
             for number, batch in enumerate(batches):
-                if rates and copied_rates[0] > 0:
-                    for group, copied_rate in zip(groups, copied_rates, strict=True):
-                        set_rate(group, copied_rate * rates[number] / copied_rates[0])
+                for group, copied_rate in zip(groups, copied_rates, strict=True) if rates else ():
+                    set_rate(group, copied_rate * rates[number] / max(copied_rates))
                 own_ids = self._own_part(batch)
                 for id_part in own_ids:
                     (self._ask_replay(id_part).sum() / own_ids.size).backward()

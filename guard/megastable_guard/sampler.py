@@ -64,8 +64,9 @@ class SkippableSampler(Sampler[int]):
         self._left_out: set[int] = set()  # positions of deferred samples
         # Index, after how many samples it is read, and its position.
         self._deferred: list[tuple[int, int, int]] = []
-        # By refused update: indices that are skipped, and positions that are left out, for its sake alone.
-        self._returned: dict[int, tuple[set[int], set[int]]] = {}
+        # By refused update: indices that are skipped, and positions that are left out, for its sake alone; and numbers
+        # and entries of deferred samples that it read.
+        self._returned: dict[int, tuple[set[int], set[int], dict[int, tuple[int, int, int]]]] = {}
         self._filler = 0  # samples that fill up a batch of stale ones, or that nobody reads
         self._passed = 0  # of the next iterator, which nobody reads
         self._epoch, self._permutation = -1, np.empty(0, np.int64)
@@ -112,9 +113,9 @@ class SkippableSampler(Sampler[int]):
             positions |= positions_read
             late |= late_read
         start = self._start_of(step)
-        late_entries = [self._deferred[number] for number in sorted(late)]
+        late_entries = {number: self._deferred[number] for number in sorted(late)}
         if not skip:
-            bad_indices |= {index for index, _, _ in late_entries} - self._skipped
+            bad_indices |= {index for index, _, _ in late_entries.values()} - self._skipped
         if len(self._skipped | bad_indices) >= self.size:
             raise ValueError(
                 f"all {self.size:,} samples of the dataset are skipped: nothing is left to train on"
@@ -127,14 +128,16 @@ class SkippableSampler(Sampler[int]):
         due = start.read + self.after
         self._deferred = [entry for number, entry in enumerate(self._deferred) if number not in late]
         self._deferred += [
-            (index, due, position) for index, _, position in late_entries if index not in self._skipped
+            (index, due, position)
+            for index, _, position in late_entries.values()
+            if index not in self._skipped
         ]
         for position in sorted(positions):
             if (index := self._index_at(position)) not in self._skipped:
                 self._deferred.append((index, due, position))
         self._left_out |= positions
         if step == trained:
-            self._returned[step] = bad_indices, positions
+            self._returned[step] = bad_indices, positions, late_entries
             self._returned.pop(min(self._returned) if len(self._returned) > REMEMBERED else -1, None)
         self._filler = -fetched % self.batch // self.ranks
         return -(-fetched // self.batch)
@@ -150,11 +153,14 @@ class SkippableSampler(Sampler[int]):
 
     def _take_back(self, step: int) -> None:
         """What was done about updates behind `step`, which are read again."""
-        for returned_step in [kept for kept in self._returned if kept > step]:
-            bad_indices, positions = self._returned.pop(returned_step)
+        for returned_step in sorted((kept for kept in self._returned if kept > step), reverse=True):
+            bad_indices, positions, late_entries = self._returned.pop(returned_step)
             self._skipped -= bad_indices
             self._left_out -= positions
-            self._deferred = [entry for entry in self._deferred if entry[2] not in positions]
+            taken_back = positions | {position for _, _, position in late_entries.values()}
+            self._deferred = [entry for entry in self._deferred if entry[2] not in taken_back]
+            for number, late_entry in late_entries.items():  # where they were: those before are read already
+                self._deferred.insert(number, late_entry)
 
     def count_left_out(self) -> dict[str, int]:
         """Samples that are deferred and not read again yet, and that are skipped for good."""
@@ -167,7 +173,10 @@ class SkippableSampler(Sampler[int]):
         return {
             "place": list(place), "skipped": sorted(self._skipped), "left_out": sorted(self._left_out),
             "deferred": [list(entry) for entry in self._deferred], "order": order,
-            "returned": [[step, sorted(bad), sorted(left)] for step, (bad, left) in self._returned.items()],
+            "returned": [
+                [step, sorted(bad), sorted(left), [[number, *entry] for number, entry in late.items()]]
+                for step, (bad, left, late) in self._returned.items()
+            ],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], passed: int = 0) -> None:
@@ -181,7 +190,10 @@ class SkippableSampler(Sampler[int]):
         self._starts = {self._place.read // self.batch: self._place}
         self._skipped, self._left_out = set(state["skipped"]), set(state["left_out"])
         self._deferred = [(index, due, position) for index, due, position in state["deferred"]]
-        self._returned = {step: (set(bad), set(left)) for step, bad, left in state["returned"]}
+        self._returned = {
+            step: (set(bad), set(left), {number: (index, due, place) for number, index, due, place in late})
+            for step, bad, left, late in state["returned"]
+        }
         self._passed = passed * self.batch // self.ranks
 
     def _take(self) -> int:

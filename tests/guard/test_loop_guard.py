@@ -263,7 +263,7 @@ def test_guard_refuses_a_step_without_a_loss() -> None:
     loop = Loop(True)
     assert loop.guard
     with pytest.raises(ValueError, match="the weights of all ranks are 0"):
-        loop.guard._average_over_ranks(1.0, 1.0, 0.0)
+        loop.guard._average_over_ranks(1.0, 1.0, 0.0, (False, False, False))
 
 
 def test_copies_hold_parameters_of_the_optimizer_alone_and_share_the_model() -> None:

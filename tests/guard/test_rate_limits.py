@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megastable_guard.actions import Action
-from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.guard_config import GuardConfig, PolicyConfig
 from megastable_guard.policy import Policy
-from megastable_guard.rate_limits import RateLimiter
+from megastable_guard.rate_limits import RateLimiter, read_rate
 from tests.guard.test_sample_examiner import BATCH, STEPS, NamingLoop, read_events, resume, write_samples
 
 JUMPED, LASTS, TIMES = 100, 40, 30.0  # the step whose rate jumps, for how many steps, and how high
@@ -25,7 +25,7 @@ class JumpingLoop(NamingLoop):
         super().__init__(samples, **options)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(  # type: ignore[assignment]
             self.optimizer, lambda update: times if JUMPED - 1 <= update < JUMPED - 1 + LASTS else 1.0
         )
         self.guard.others["scheduler"] = self.scheduler
@@ -70,16 +70,48 @@ def test_limiter_follows_the_policy() -> None:
     )
 
 
-def test_limiter_leaves_other_kinds_of_optimizers_alone() -> None:
-    assert not RateLimiter([object()]).can_limit
+def test_limiter_lowers_a_rate_that_groups_share_once() -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=rate)
+    RateLimiter([optimizer]).share = 0.5
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [weight.tolist() for weight in weights] == [[0.75, 0.75]] * 2
+    assert all(float(group["lr"]) == 0.5 for group in optimizer.param_groups)
+
+
+def test_an_update_that_raises_an_error_does_not_lower_the_rate_for_ever() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    RateLimiter([optimizer]).share = 0.5
+
+    def run_out_of_memory() -> float:
+        raise MemoryError
+
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            optimizer.step(run_out_of_memory)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == 0.5 and optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_read_rate_is_the_largest_of_all_groups() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.0, torch.tensor(0.25))]
+    assert (
+        read_rate([torch.optim.SGD(groups), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.125)]) == 0.25
+    )
 
 
 def test_a_rate_that_jumps_is_limited(tmp_path: Path) -> None:
     """No data is lost, and the run ends as well as without the jump."""
     samples = write_samples(0)
-    clean = JumpingLoop(samples, times=1.0).train(STEPS)
-    unlimited = JumpingLoop(samples, names=False).train(STEPS)
-    loop = JumpingLoop(samples, run_dir=tmp_path).train(STEPS)
+    clean, unlimited = JumpingLoop(samples, times=1.0), JumpingLoop(samples, names=False)
+    clean.train(STEPS), unlimited.train(STEPS)
+    loop = JumpingLoop(samples, run_dir=tmp_path)
+    loop.train(STEPS)
     assert loop.guard.judge.policy.state.taken[-1].action is Action.CAP_LR
     assert not loop.named and not loop.deferred and not loop.sampler._skipped
     (trial,) = read_events(tmp_path, "branches_tried")
@@ -103,6 +135,24 @@ def test_a_limit_holds_in_a_resumed_run() -> None:
         torch.equal(one, other)
         for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True)
     )
+
+
+def test_a_limit_is_lifted(tmp_path: Path) -> None:
+    """After `cut_rest` steps on the trend the rate comes back, over `rewarm_steps` updates; the journal says so."""
+    policy = PolicyConfig(cut_rest=5, rewarm_steps=4, verify_steps=4)
+    loop = JumpingLoop(write_samples(0), config=GuardConfig(policy=policy), run_dir=tmp_path)
+    shares = list[float]()
+    check = loop.guard.check
+
+    def check_and_note(**given: Any) -> Any:
+        verdict = check(**given)
+        shares.append(loop.guard.rates.share)
+        return verdict
+
+    loop.guard.check = check_and_note  # type: ignore[method-assign]
+    loop.train(STEPS)
+    assert read_events(tmp_path, "rate_lifted")
+    assert min(shares) == pytest.approx(1 / TIMES) and shares[-1] == 1.0
 
 
 def test_a_rate_that_jumps_and_helps_is_left_alone(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from megastable_guard import SkippableSampler
 from megastable_guard.actions import Action, Cause
 from megastable_guard.conclusion import Conclusion
+from megastable_guard.host_copies import ForwardState, StateCopy
 from megastable_guard.loop_guard import Guard, StepVerdict
 from megastable_guard.sample_examiner import (
     ReadStep,
     SampleExaminer,
+    can_train,
     choose_outlook,
     choose_sample_remedy,
     judge_losses,
@@ -419,7 +421,9 @@ def test_what_a_trial_shows_decides(
 
 def test_ids_and_losses_that_do_not_fit_are_refused() -> None:
     loop = NamingLoop(write_samples(0))
-    with pytest.raises(ValueError, match="2 sample_losses of 3 sample_ids"):
+    with pytest.raises(
+        ValueError, match="1 of 1 ranks have given more or less sample_losses than sample_ids"
+    ):
         loop.guard.check(loss=1.0, grad_norm=1.0, sample_ids=[1, 2, 3], sample_losses=[0.5, 0.5])
     loop.guard.use_replay(lambda ids: torch.zeros(()), 2)
     with pytest.raises(ValueError, match=r"losses of shape \[\] for 2 ids"):
@@ -448,3 +452,62 @@ def test_a_crowd_of_a_refused_update_is_read_later_as_no_trial_has_shown_harm() 
     verdict = loop.guard.check(loss=float("nan"), grad_norm=1.0, sample_ids=range(BATCH))
     assert not verdict.apply and not verdict.rewind
     assert not loop.guard.skipped and loop.guard.deferred == [61]
+
+
+def test_a_trial_at_a_rate_of_zero_shows_nothing() -> None:
+    """As from a copy of before the first step of a warm-up: no branch would be trained."""
+    assert not can_train(make_copy(groups=[{"lr": 0.0}, {"lr": torch.tensor(0.0)}]))
+    assert can_train(make_copy(groups=[{"lr": 0.0}, {"lr": 1e-5}]))
+    assert not can_train(make_copy(groups=[{"lr": 1e-5}], masters=[torch.ones(1)]))
+
+
+def make_copy(groups: list[dict[str, Any]], masters: Sequence[Tensor] = ()) -> StateCopy:
+    return StateCopy(0, ForwardState({}, {}), {}, list(masters), [], groups, {})
+
+
+def check_unevenly(what: str) -> str:
+    """What is said on this rank of two, where the first gives less than the second."""
+    torch.manual_seed(0)
+    loop = NamingLoop(write_samples(0))
+    rank, losses = dist.get_rank(), torch.ones(4)
+    given: dict[str, Any] = {"sample_ids": range(4)}
+    if what == "losses" and rank:
+        given["sample_losses"] = losses
+    if what == "length":
+        given["sample_losses"] = losses[: 3 + rank]
+    with pytest.raises(ValueError) as raised:
+        loop.guard.check(loss=1.0, grad_norm=1.0, **given)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["losses", "length"])
+def test_what_one_rank_gives_wrong_is_refused_on_all(what: str) -> None:
+    first, second = run_ranks(2, check_unevenly, what)
+    assert first == second and first.startswith("1 of 2 ranks have given")
+
+
+def train_unevenly() -> tuple[list[int], list[int]]:
+    """Two ranks that read two samples a step, and six: what is named of a bad batch, and the window's steps."""
+    loop = NamingLoop(write_samples(0))
+    rank, stream = dist.get_rank(), iter(SkippableSampler(SAMPLES, BATCH, seed=3))
+    for step in range(1, 303):
+        ids = [next(stream) for _ in range(8)]
+        own_ids = ids[:2] if rank == 0 else ids[2:]
+        losses = loop.model(loop.samples[own_ids]) * (40.0 if step == 302 else 1.0)
+        losses.mean().backward()
+        loop.guard.check(loss=losses.mean().detach(), grad_norm=1.0, weight=len(own_ids), sample_ids=own_ids)
+        loop.optimizer.zero_grad()
+    window, harmless = loop.guard.samples.read_since(302)
+    return [read_step.step for read_step in window], [len(read_step.ids) for read_step in harmless]
+
+
+def test_ranks_that_read_another_number_of_samples_examine_the_same_steps() -> None:
+    first, second = run_ranks(2, train_unevenly)
+    assert first == second and first[0] == [302] and sum(first[1]) > 200
+
+
+def test_ids_are_whole_numbers() -> None:
+    loop = NamingLoop(write_samples(0))
+    for ids in (["a"], [1.5]):
+        with pytest.raises(TypeError, match="sample_ids are whole numbers"):
+            loop.guard.check(loss=1.0, grad_norm=1.0, sample_ids=ids)  # type: ignore[arg-type]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from itertools import chain, islice
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -148,3 +149,51 @@ def test_look_ahead_tells_what_is_read_next(ranks: int) -> None:
         ahead = sampler.look_ahead(1000)
         assert read_so_far + ahead == list(SkippableSampler(60, 4, seed=5, rank=rank, ranks=ranks))
         assert ahead == list(sampler) and not sampler.look_ahead(2)
+
+
+@example(seed=8, ranks=2, after=20)  # a late sample that a refused update had read
+@example(seed=32, ranks=1, after=8)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 2), after=st.sampled_from([8, 20, 10_000]))
+def test_no_sample_is_lost_whatever_is_refused_rewound_and_resumed(seed: int, ranks: int, after: int) -> None:
+    """Every sample of the part that was read is trained on, skipped by name, or still to come."""
+    draw = random.Random(seed)
+    updates, batch = draw.choice([15, 40]), 4 // ranks
+
+    def make() -> list[SkippableSampler]:
+        return [
+            SkippableSampler(60, batch, seed=seed, updates=updates, rank=rank, ranks=ranks, after=after)
+            for rank in range(ranks)
+        ]
+
+    samplers, trained = make(), list[list[int]]()
+    streams = [iter(sampler) for sampler in samplers]
+    for _ in range(60):
+        if len(trained) == updates:
+            break
+        rows = [next(stream) for stream in streams for _ in range(batch)]
+        step, choice = len(trained) + 1, draw.random()
+        trained.append(rows)
+        oldest = min(samplers[0]._starts)
+        if choice < 0.1 and step - 1 > oldest:
+            target = draw.randrange(max(oldest, step - 6), step)
+            window = range(draw.randrange(target + 1, step + 1), step + 1)
+            for sampler in samplers:
+                sampler.seek(target, step, defer=window)
+            del trained[target:]
+        elif choice < 0.2:
+            skipped = draw.sample(rows, 1)
+            for sampler in samplers:
+                sampler.seek(step, step, skip=skipped, defer=[step])
+            trained[-1] = []
+        elif choice < 0.25:
+            states = [sampler.state_dict(step) for sampler in samplers]
+            samplers = make()
+            for sampler, state in zip(samplers, states, strict=True):
+                sampler.load_state_dict(state)
+        else:
+            continue
+        streams = [iter(sampler) for sampler in samplers]
+    sampler = samplers[0]
+    pending = {index for index, _, _ in sampler._deferred[sampler._place.late :]}
+    read_so_far = {sampler._index_at(position) for position in range(min(60, sampler._place.position))}
+    assert read_so_far <= {index for rows in trained for index in rows} | sampler._skipped | pending
