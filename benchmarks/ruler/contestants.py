@@ -219,9 +219,9 @@ class BackAndSkip(SigmaSkip):
 
 
 class KillLossSpike(Watcher):
-    """llm-foundry's callback: more than 4 steps in a row at twice the mean of the last 100 or above, or half of
-    them above 10, from step 200 on. A loss that is not finite ends a run, too. Then from the last checkpoint, every 50 steps,
-    behind the data that was read."""
+    """llm-foundry's callback: more than 4 steps in a row at twice the mean of the last 100 or above, or half
+    of them above 10, from step 200 on. A loss that is not finite ends a run, too. Then from the last checkpoint, every
+    50 steps, behind the data that was read."""
 
     name, title = "kill-loss-spike", "llm-foundry's KillLossSpike, restarted"
 

@@ -142,14 +142,24 @@ class SkippableSampler(Sampler[int]):
         self._filler = -fetched % self.batch // self.ranks
         return -(-fetched // self.batch)
 
-    def look_ahead(self, count: int) -> list[int]:
-        """The next `count` samples of this rank, which nobody has fetched yet; less at the end of the stream."""
-        before, left = self._place, (self.length - self._place.read) // self.ranks
+    def look_ahead(self, count: int, step: int | None = None) -> list[int]:
+        """The next `count` samples of this rank: behind update `step`, or that nobody has fetched yet; less at the end
+        of the stream."""
+        return self._read_from(self._place if step is None else self._start_of(step), count * self.ranks)
+
+    def read_indices(self, step: int) -> list[int]:
+        """The samples of this rank in an update, from 1, as the order stands: no matter what a loader's workers have
+        fetched meanwhile. Raises LookupError if that is unknown: of older updates, or of those after it."""
+        return self._read_from(self._start_of(step - 1), self.batch)
+
+    def _read_from(self, start: Place, count: int) -> list[int]:
+        """This rank's part of `count` samples of all ranks; the stream stays where it is."""
+        before, self._place = self._place, start
         try:
-            rank_groups = [[self._take() for _ in range(self.ranks)] for _ in range(min(count, left))]
+            indices = [self._take() for _ in range(min(count, self.length - start.read))]
         finally:
             self._place = before
-        return [rank_group[self.rank] for rank_group in rank_groups]
+        return indices[self.rank :: self.ranks]
 
     def _take_back(self, step: int) -> None:
         """What was done about updates behind `step`, which are read again."""

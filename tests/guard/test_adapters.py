@@ -4,10 +4,10 @@ them. Needs the extra `stacks`."""
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,11 @@ def train_transformers(
     ranks: int = 1,
     stops: Sequence[int] = (),
     deepspeed: Mapping[str, Any] | None = None,
+    names: bool = False,
+    workers: int = 0,
 ) -> Trained:
     """By transformers' Trainer, or by TRL's SFTTrainer; as many micro-batches as the sampler's batch says. stops: steps
-    at which a trainer ends, and another resumes from its last checkpoint."""
+    at which a trainer ends, and another resumes from its last checkpoint; names: the guard names bad samples."""
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -89,7 +91,7 @@ def train_transformers(
         "max_steps": STEPS, "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": sampler.batch // BATCH // ranks,
         "learning_rate": 3e-3, "report_to": [], "disable_tqdm": True, "save_steps": 20, "logging_strategy": "no",
-        "use_cpu": True, "bf16": False,
+        "use_cpu": True, "bf16": False, "dataloader_num_workers": workers,
     }  # fmt: skip
     if deepspeed is not None:
         options |= {"deepspeed": dict(deepspeed), "bf16": "bf16" in deepspeed}
@@ -97,7 +99,7 @@ def train_transformers(
     if trl:
         sft = pytest.importorskip("trl")
         dataset = datasets.Dataset.from_dict({"text": texts})
-        kind, make_arguments = sft.SFTTrainer, functools.partial(sft.SFTConfig, max_length=32)
+        kind, make_arguments = sft.SFTTrainer, partial(sft.SFTConfig, max_length=32)
     else:
         ids = [[int(word) for word in text.split()] for text in texts]
         dataset = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}).with_format("torch")
@@ -119,14 +121,16 @@ def train_transformers(
         own_sampler = copy.deepcopy(sampler)
         trainer._get_train_sampler = lambda *_, own=own_sampler: own
         callback = (
-            GuardCallback(trainer, sampler=own_sampler, interval=20, run_dir=folder) if guarded else None
+            GuardCallback(trainer, sampler=own_sampler, names=names, interval=20, run_dir=folder)
+            if guarded
+            else None
         )
         trainer.add_callback(Stop())
         if callback is not None:
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=start > 0)
         assert trainer.state.global_step == stop
-    assert trainer.lr_scheduler.last_epoch == STEPS
+    assert trainer.lr_scheduler.last_epoch == (callback.guard.updates if callback else STEPS)
     return list(model.parameters()), callback.guard if callback else None
 
 
@@ -142,6 +146,7 @@ def train_lightning(
     stops: Sequence[int] = (),
     ranks: int = 1,
     dropout: float = 0.1,
+    names: bool = False,
 ) -> Trained:
     """stops: steps at which a trainer ends, and another resumes from its last checkpoint."""
     lightning = pytest.importorskip("lightning")
@@ -150,6 +155,7 @@ def train_lightning(
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
+            self.begun = self.logged = 0
             self.net = nn.Sequential(
                 nn.Embedding(WORDS, 16),
                 nn.Flatten(),
@@ -161,7 +167,16 @@ def train_lightning(
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             inputs, targets, weights = batch
-            return (nn.functional.cross_entropy(self.net(inputs), targets, reduction="none") * weights).mean()
+            loss = (nn.functional.cross_entropy(self.net(inputs), targets, reduction="none") * weights).mean()
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            self.begun += 1
+
+        def log(self, *given: Any, **named: Any) -> None:
+            self.logged += 1
+            super().log(*given, **named)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -177,7 +192,7 @@ def train_lightning(
     for stop in [*stops, STEPS]:  # noqa: B007  # which Stop reads
         torch.manual_seed(0)
         module, own_sampler = Module(), copy.deepcopy(sampler)
-        callback = LightningGuard(own_sampler, interval=20, run_dir=folder) if guarded else None
+        callback = LightningGuard(own_sampler, names, interval=20, run_dir=folder) if guarded else None
         checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
             folder, every_n_train_steps=20, save_top_k=-1
         )
@@ -191,6 +206,7 @@ def train_lightning(
         loader = DataLoader(Sums(bad), batch_size=BATCH, sampler=own_sampler)
         trainer.fit(module, loader, ckpt_path=written[-1] if written else None)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
+    assert module.logged == module.begun > 0  # nothing of samples that were only measured
     return list(module.parameters()), callback.guard if callback else None
 
 
@@ -212,6 +228,65 @@ def test_a_trainer_rewinds_to_the_bits_of_a_run_that_never_saw_the_data(
     refused = [line["step"] for line in lines if line["event"] == "discarded"]
     assert refused == [FIRST, FIRST + 1] and guard.report()["rewinds"] == 1
     assert (lines[0]["event"], lines[-1]["event"], lines[-1]["steps"]) == ("training", "finished", STEPS)
+
+
+def find_scattered(order: Sequence[int], batch: int, count: int = 5) -> list[int]:
+    """Some samples of three batches from step FIRST on."""
+    return [order[(FIRST - 1 + n) * batch + (5 * i + n) % batch] for n in range(3) for i in range(count)]
+
+
+def train_naming(
+    bad: Sequence[int], guarded: bool, folder: Path, stack: str, after: int = 10**6, **options: Any
+) -> list[Tensor]:
+    """On this rank; a guarded run is killed once before the trouble."""
+    batch, is_lightning, ranks = 2 * BATCH, stack == "lightning", options.get("ranks", 1)
+    own_part = {"rank": dist.get_rank(), "ranks": ranks} if is_lightning else {}
+    sampler = SkippableSampler(
+        SIZE, batch // own_part.get("ranks", 1), seed=1, updates=2 * STEPS, after=after, **own_part
+    )
+    sampler.seek(0, 0, skip=() if guarded else bad)
+    options["stops"] = (50,) if guarded else ()
+    if is_lightning:
+        weights, _ = train_lightning(sampler, bad, guarded, folder, names=True, dropout=0.0, **options)
+    else:
+        weights, _ = train_transformers(
+            sampler, bad, guarded, folder, trl=stack == "trl", names=True, **options
+        )
+    return [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stack", ["transformers", "trl", "lightning"])
+def test_a_trainer_skips_the_bad_samples_of_its_batches_and_no_others(
+    stack: str, ranks: int, tmp_path: Path
+) -> None:
+    """5 of 16 in each of three steps, the last of which was not read yet."""
+    pytest.importorskip(stack)
+    order = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))
+    bad = [order[(FIRST - 1 + n) * 2 * BATCH + 3 * i + n] for n in range(3) for i in range(5)]
+    guarded, plain = (
+        run_ranks(ranks, partial(train_naming, ranks=ranks), bad, is_guarded, tmp_path / name, stack)
+        for name, is_guarded in (("guarded", True), ("plain", False))
+    )
+    report = json.loads((tmp_path / "guarded/summary.json").read_text())
+    assert (report["rewinds"], report["updates"], report["skipped_samples"]) == (1, STEPS, len(bad))
+    for weights, expected in zip(guarded, plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
+def test_an_update_that_is_refused_alone_gives_its_good_samples_back_past_what_workers_have_fetched(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate")
+    bad = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))[(FIRST - 1) * 2 * BATCH :][:12]
+    weights = []
+    for workers in (0, 2):
+        train = partial(train_naming, after=160, workers=workers)
+        weights.append(run_ranks(1, train, bad, True, tmp_path / str(workers), "transformers")[0])
+        report = json.loads((tmp_path / str(workers) / "summary.json").read_text())
+        assert (report["refused"], report["rewinds"], report["updates"]) == (1, 0, STEPS - 1)
+        assert (report["skipped_samples"], report["deferred_samples"]) == (len(bad), 0)
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
 LATER = [100, 101, 123, 124, 140, 141]  # the trouble of runs that end at STOPS
@@ -325,7 +400,7 @@ def test_a_trainer_trains_on_after_a_run_whose_last_update_was_refused(tmp_path:
     class Poison(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if state.global_step == 4:
-                guard._loss = torch.tensor(float("nan"))
+                guard.loss = torch.tensor(float("nan"))
 
     guard = GuardCallback(trainer)
     trainer.add_callback(guard)
@@ -336,6 +411,31 @@ def test_a_trainer_trains_on_after_a_run_whose_last_update_was_refused(tmp_path:
     weights = trainer.model.linear.weight.detach().clone()
     trainer.train()
     assert guard.guard.updates == 5 and not torch.equal(weights, trainer.model.linear.weight)
+
+
+def test_what_a_trainer_notes_while_samples_are_measured_is_forgotten(tmp_path: Path) -> None:
+    """As TRL's trainers do in `compute_loss`."""
+    trainer = make_trainer(tmp_path)
+    from megastable_guard.adapters.huggingface import GuardCallback
+
+    def compute_loss(own: Any, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        loss: Tensor = model(**inputs)["loss"]
+        own._total_train_tokens += 3
+        own._metrics["train"]["entropy"].append(loss.item())
+        own.log({"loss": loss.item()})
+        return loss
+
+    kind = type(trainer)
+    trainer.__class__ = type("Noting", (kind,), {"compute_loss": compute_loss})
+    trainer._total_train_tokens, trainer._metrics = 0, {"train": {"entropy": []}}
+    callback = GuardCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    before = copy.deepcopy([trainer._total_train_tokens, trainer._metrics, trainer.state.log_history])
+    weight, bias = (part.detach() for part in trainer.model.linear.parameters())
+    assert torch.allclose(callback._measure(7).detach(), (weight.sum() + bias).square())
+    assert [trainer._total_train_tokens, trainer._metrics, trainer.state.log_history] == before
+    assert before[0] == 15
 
 
 def test_a_trainer_does_not_resume_from_a_checkpoint_that_knows_no_guard(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The guard in torchtitan, OLMo-core, Megatron-LM and nanochat: a run with two bad batches ends, bit for bit, as one
-without the guard that never had them; a refused update changes nothing; a killed run goes on.
+without the guard that never had them; a refused update changes nothing; a killed run goes on. The guard is put in by
+the blocks of docs/guard.md.
 
 None of these packages is in the extra `stacks`, as their pins are not ours. Install them beside a CPU build of torch:
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,14 @@ from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.slow
 SIZE, BATCH, LENGTH, STEPS, FIRST, WORDS = 6000, 16, 16, 150, 100, 64
+PAGE = Path(__file__).resolve().parents[2] / "docs/guard.md"
+
+
+def read_block(heading: str) -> str:
+    """The Python of a section of docs/guard.md."""
+    _, section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")
+    (block,) = re.findall(r"^```py(?:thon)?\n(.*?)^```", section.split("\n## ")[0], re.M | re.S)
+    return str(block)
 
 
 def need(package: str) -> None:
@@ -159,8 +169,6 @@ def train_titan(
     from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    from megastable_guard.adapters.torchtitan import TitanGuard
-
     no_memory = SimpleNamespace(
         device_name="cpu",
         get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
@@ -241,20 +249,30 @@ def train_titan(
         activation_checkpoint=None, parallelism=ParallelismConfig(spmd_backend=backend),
     )  # fmt: skip
     config.debug.seed = 3
-    trainer = config.build()
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    refused = list[int]()
-    compute = trainer.fwd_bwd_fn
-    if guarded:
-        trainer.fwd_bwd_fn = lambda *given: compute(*given) * (float("nan") if trainer.step == nan else 1)
-        guard = TitanGuard(trainer, sampler, interval=20, run_dir=folder).guard
-        inner = list(trainer.optimizers)
-        watch_refused(
-            guard, trainer.optimizers, "step", lambda: read_state(trainer.model_parts[0], inner), refused
-        )
-    trainer.train()
+    refused, names = list[int](), {"sampler": sampler, "run": folder}
+
+    def build_trainer() -> titan.Trainer:
+        trainer = config.build()
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        compute, train = trainer.fwd_bwd_fn, trainer.train
+
+        def train_watched() -> None:
+            inner, (model,) = list(trainer.optimizers), trainer.model_parts
+            guard = names["guard"].guard
+            watch_refused(guard, trainer.optimizers, "step", lambda: read_state(model, inner), refused)
+            train()
+
+        if guarded:
+            trainer.fwd_bwd_fn = lambda *given: compute(*given) * (float("nan") if trainer.step == nan else 1)
+            trainer.train = train_watched
+        return trainer
+
+    names["config"] = SimpleNamespace(build=build_trainer)
+    block = read_block("torchtitan")
+    exec(block if guarded else re.sub(r".*TitanGuard.*\n", "", block), names)
+    trainer: Any = names["trainer"]
     schedule = [scheduler.last_epoch for scheduler in trainer.lr_schedulers]
     state = read_state(trainer.model_parts[0], list(trainer.optimizers))
     trainer.close()
@@ -295,8 +313,6 @@ def train_olmo(guarded: bool, folder: Path, steps: int = STEPS, nan: int = 0) ->
     from olmo_core.train.callbacks import CheckpointerCallback
     from olmo_core.train.common import StepSkipRange
     from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModuleConfig
-
-    from megastable_guard.adapters.olmo_core import OLMoGuard
 
     ranks = dist.get_world_size()
     sampler = build_sampler([] if guarded else find_bad())
@@ -342,10 +358,10 @@ def train_olmo(guarded: bool, folder: Path, steps: int = STEPS, nan: int = 0) ->
         Loader(work_dir=folder, global_batch_size=BATCH * (LENGTH + 1), dp_world_size=ranks, dp_rank=dist.get_rank()),
     )  # fmt: skip
     refused, read = list[int](), lambda: read_state(module.model, [module.optim])
-    if guarded:
-        callback = OLMoGuard(sampler, interval=20, run_dir=folder)
-        trainer.add_callback("guard", callback)
-        record, begin = module.record_ce_loss, callback.pre_load_batch
+    add_callback, record = trainer.add_callback, module.record_ce_loss
+
+    def add_watched(name: str, callback: Any) -> None:
+        begin = callback.pre_load_batch
 
         def watch() -> None:
             is_new = not hasattr(callback, "guard")
@@ -354,10 +370,16 @@ def train_olmo(guarded: bool, folder: Path, steps: int = STEPS, nan: int = 0) ->
                 watch_refused(callback.guard, module.optim, "step", read, refused)
 
         callback.pre_load_batch = watch
+        add_callback(name, callback)
+
+    if guarded:
+        trainer.add_callback = add_watched
         module.record_ce_loss = lambda loss, *kind: record(
             loss * (float("nan") if trainer.global_step == nan else 1), *kind
         )
-    trainer.fit()
+    block = read_block("OLMo-core")
+    names = {"trainer": trainer, "sampler": sampler, "run": folder}
+    exec(block if guarded else re.sub(r".*OLMoGuard.*\n", "", block), names)
     counts = [trainer.global_step, trainer.global_train_tokens_seen]
     return Ended(read(), refused, counts)
 
@@ -453,8 +475,6 @@ def train_megatron(
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megastable_guard.adapters.megatron_optimizer import MegatronGuard
-
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     tracker = random.get_cuda_rng_tracker()
@@ -510,8 +530,15 @@ def train_megatron(
 
     guard, refused, step, watched = None, list[int](), 0, forward_step
     if guarded:
-        adapter = MegatronGuard([model], optimizer, scheduler, sampler, interval=20, run_dir=folder)
-        guard, watched = adapter.guard, adapter.watch(forward_step)
+        names = {
+            "model": [model],
+            "optimizer": optimizer,
+            "opt_param_scheduler": scheduler,
+            "sampler": sampler,
+        }
+        names |= {"forward_step": forward_step, "run": folder}
+        exec(read_block("Megatron-core and Megatron-LM"), names)
+        guard, watched = names["guard"].guard, names["forward_step"]
         watch_refused(guard, optimizer, "step_with_ready_grads", read, refused)
     parts = {
         "model": model,
@@ -677,6 +704,17 @@ def test_nanochat(tmp_path: Path) -> None:
     for one, again, other in zip(ended, resumed, expected, strict=True):
         assert one.counts == other.counts and same(one.state, other.state)
         assert again.counts == other.counts
+
+
+def test_the_page_has_lines_of_nanochat() -> None:
+    """Its block is not run by itself: it has none that the script below does not get."""
+    new_lines = {
+        line.strip() for _, new in NANOCHAT_LINES for line in new.replace(", interval=20", "").splitlines()
+    }
+    told_lines = [line.strip().replace('"', "'") for line in read_block("nanochat").splitlines()]
+    told_lines = [line.partition("  #")[0] for line in told_lines]
+    assert len(told_lines) == 9
+    assert not {*told_lines} - {line.partition(" #")[0] for line in new_lines}
 
 
 def test_megatron_lm(tmp_path: Path) -> None:

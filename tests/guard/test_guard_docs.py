@@ -1,9 +1,11 @@
 """docs/guard.md is true: every block of Python runs against the real packages, on data with two bad steps, and the
-guard acts on them; and so does the example. Needs the extra `stacks`."""
+guard acts on them; and so does the example. Needs the extra `stacks`. Blocks of stacks beside our pins are run by
+test_foreign_stacks.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from megastable_guard import SkippableSampler
 from tests.distributed import run_ranks
 from tests.guard.test_adapters import WORDS, write_text
 from tests.guard.test_loop_guard import SIZE, Sums
+from tests.guard.test_sample_examiner import Chain, choose_samples, write_samples
 from tests.journal import events
 
 pytestmark = pytest.mark.slow
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/guard.md"
 STEPS, FIRST, COUNT = 150, 100, 20_000  # updates, the first bad one, samples
 ACTED = [("discarded", FIRST), ("discarded", FIRST + 1)]
+FOREIGN = {"torchtitan", "OLMo-core", "Megatron-core and Megatron-LM"}  # of test_foreign_stacks.py
 
 
 def read_blocks() -> dict[str, list[str]]:
@@ -78,9 +82,13 @@ def check_run(run: Path) -> None:
 
 def test_every_block_is_run() -> None:
     """A section with Python has a test here."""
-    assert set(read_blocks()) == {"A plain loop", "DDP and FSDP2", "Hugging Face Trainer", "Lightning"}
+    tested = {
+        "A plain loop", "DDP and FSDP", "Bad samples by name", "Several optimizers", "Accelerate", "DeepSpeed",
+        "Hugging Face and TRL", "Lightning",
+    }  # fmt: skip
+    assert set(read_blocks()) == tested | FOREIGN
     assert all(len(blocks) == 1 for blocks in read_blocks().values())
-    assert len(PAGE.read_text(encoding="utf-8").splitlines()) < 300
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) < 440
 
 
 def test_the_plain_loop_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,15 +106,26 @@ def test_the_plain_loop_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
 
 
-def train_ddp(run: Path) -> bool:
-    """The block of DDP, behind the loop of its page; whether the weights of both ranks are equal."""
-    (plain,), (block,) = read_blocks()["A plain loop"], read_blocks()["DDP and FSDP2"]
-    names = name_plain(run, STEPS)
+def run_behind_the_plain_loop(heading: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The block of a section, behind the functions of the plain loop; all names. The optimizer has made the updates
+    that the guard counts, and no others."""
+    (plain,), (block,) = read_blocks()["A plain loop"], read_blocks()[heading]
     exec(plain[: plain.index("\nsampler = ")] + block, names)
-    weights = torch.cat([weight.detach().flatten() for weight in names["model"].parameters()])
+    made_updates = {int(moments["step"]) for moments in names["optimizer"].state.values()}
+    assert made_updates <= {names["guard"].updates}, made_updates
+    return names
+
+
+def are_equal(model: nn.Module) -> bool:
+    """Whether the weights of both ranks are."""
+    weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     both = [torch.empty_like(weights) for _ in range(2)]
     torch.distributed.all_gather(both, weights)
     return torch.equal(*both)
+
+
+def train_ddp(run: Path) -> bool:
+    return are_equal(run_behind_the_plain_loop("DDP and FSDP", name_plain(run, STEPS))["model"])
 
 
 def test_the_loop_under_ddp(tmp_path: Path) -> None:
@@ -114,10 +133,83 @@ def test_the_loop_under_ddp(tmp_path: Path) -> None:
     check_run(tmp_path)
 
 
+def test_the_loop_that_names_bad_samples(tmp_path: Path) -> None:
+    """Exactly those: of an update that is refused alone, and of a burst that is rewound."""
+    bad = [*choose_samples(0, [7], first=90), *choose_samples(0, [4, 4, 4])]
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names = name_plain(tmp_path, STEPS) | {
+        "model": model, "optimizer": optimizer, "dataset": write_samples(0, bad),
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS),
+    }  # fmt: skip
+    run_behind_the_plain_loop("Bad samples by name", names)
+    assert names["sampler"].state_dict()["skipped"] == sorted(bad)
+    report = names["guard"].report()
+    assert (report["rewinds"], report["skipped_samples"], report["alerts"]) == (1, len(bad), 0)
+    assert [case["cause"] for case in report["incidents"]] == ["data"]
+    assert told(tmp_path)[0] == ("discarded", 90)
+
+
+def test_the_guard_of_several_optimizers(tmp_path: Path) -> None:
+    """Refused updates and a rewind reach both, and their schedules."""
+    names = run_behind_the_plain_loop("Several optimizers", name_plain(tmp_path, STEPS))
+    guard, model, optimizers, schedulers = (
+        names[name] for name in ("guard", "model", "optimizers", "schedulers")
+    )
+    sampler = SkippableSampler(COUNT, batch=32, updates=2 * STEPS)
+    batches = names["read_batches"](names["dataset"], sampler, 32)
+    while guard.step < STEPS:
+        loss = model(next(batches))
+        loss.backward()
+        verdict = guard.check(loss=loss.detach())
+        if verdict.apply:
+            for part in (*optimizers, *schedulers):
+                part.step()
+        elif verdict.rewind:
+            sampler.seek(guard.rewind(), trained=verdict.step, defer=guard.deferred)
+            assert {part.last_epoch for part in schedulers} == {guard.updates}
+            batches = names["read_batches"](names["dataset"], sampler, 32)
+        model.zero_grad()
+    guard.finish_run(sampler)
+    check_run(tmp_path)
+    assert len(guard.copies.optimizers) == 2 and {part.last_epoch for part in schedulers} == {STEPS}
+
+
+def train_accelerate(run: Path) -> bool:
+    """The loader of every rank goes over the samples of all."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    names = name_plain(run, STEPS) | {"dataset": make_sums(find_bad(32))}
+    run_behind_the_plain_loop("Accelerate", names)
+    assert names["scheduler"].scheduler.last_epoch == 2 * STEPS  # Accelerate steps it once a rank
+    return are_equal(names["model"])
+
+
+def test_the_loop_of_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert run_ranks(2, train_accelerate, tmp_path) == [True, True]
+    check_run(tmp_path)
+
+
+def train_deepspeed(run: Path) -> bool:
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
+    }  # fmt: skip
+    names = name_plain(run, STEPS) | {"config": config, "dist": torch.distributed}
+    return are_equal(run_behind_the_plain_loop("DeepSpeed", names)["model"])
+
+
+def test_the_loop_of_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    assert run_ranks(2, train_deepspeed, tmp_path) == [True, True]
+    check_run(tmp_path)
+
+
 def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
     pytest.importorskip("accelerate")
-    (block,) = read_blocks()["Hugging Face Trainer"]
+    (block,) = read_blocks()["Hugging Face and TRL"]
     torch.manual_seed(0)
     shape = {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 0, "bos_token_id": 0}
     count, bad = 4000, list(SkippableSampler(4000, 8))[(FIRST - 1) * 8 : (FIRST + 1) * 8]

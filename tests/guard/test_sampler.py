@@ -197,3 +197,26 @@ def test_no_sample_is_lost_whatever_is_refused_rewound_and_resumed(seed: int, ra
     pending = {index for index, _, _ in sampler._deferred[sampler._place.late :]}
     read_so_far = {sampler._index_at(position) for position in range(min(60, sampler._place.position))}
     assert read_so_far <= {index for rows in trained for index in rows} | sampler._skipped | pending
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_update_reads_is_known_as_the_order_stands(ranks: int) -> None:
+    """Behind others, behind a seek, with deferred samples, and at an end that is no whole batch."""
+    for rank in range(ranks):
+        sampler = SkippableSampler(62, 4 // ranks, seed=1, after=8, rank=rank, ranks=ranks)
+        part = 4 // ranks
+        before = read_part(sampler, 9 * part)
+        assert [sampler.read_indices(step) for step in range(1, 10)] == before
+        sampler.seek(4, 9, skip=before[5][:1], defer=[7, 8])
+        with pytest.raises(LookupError, match="the beginning of step 8"):
+            sampler.read_indices(9)
+        assert sampler.read_indices(5) == before[4]
+        then = read_part(sampler, 62)
+        assert [sampler.read_indices(step) for step in range(5, 5 + len(then))] == then
+        assert sampler.look_ahead(5, 6) == [index for update in then[2:] for index in update][:5]
+
+
+def read_part(sampler: SkippableSampler, count: int) -> list[list[int]]:
+    """Of this rank, by update."""
+    part, indices = sampler.batch // sampler.ranks, list(islice(iter(sampler), count))
+    return [indices[start : start + part] for start in range(0, len(indices), part)]

@@ -2,43 +2,39 @@
 DeepSpeed.
 
     trainer = Trainer(model=model, args=args, train_dataset=dataset)
-    trainer.add_callback(GuardCallback(trainer, sampler=sampler))
+    trainer.add_callback(GuardCallback(trainer, sampler=sampler, names=True))
     trainer.train(resume_from_checkpoint=...)
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from megastable_guard.adapters.trainer_guard import TrainerGuard
+from megastable_guard.adapters.judged import TrainerGuard
 from megastable_guard.loop_guard import Guard
 from megastable_guard.sampler import SkippableSampler
 
 
 class GuardCallback(TrainerGuard, TrainerCallback, ExportableState):
-    """sampler: what the trainer's `_get_train_sampler` returns, if the data can go back; options: of `Guard`."""
+    """sampler: what the trainer's `_get_train_sampler` returns, if the data can go back; names: tell bad samples from
+    the others of their batches (not with DeepSpeed), by the trainer's `compute_loss` of each alone; options: of
+    `Guard`."""
 
     def __init__(self, trainer: Trainer, sampler: SkippableSampler | None = None, **options: Any) -> None:
         super().__init__(sampler, **options)
-        self.trainer, self.norm = trainer, None
-        self._record("training_step", trainer, self._add_loss)
-        self._record("clip_grad_norm_", trainer.accelerator, self._keep_norm)
-
-    def _record(self, name: str, owner: Any, keep: Any) -> None:
-        call = getattr(owner, name)
-        setattr(owner, name, lambda *given, **named: keep(call(*given, **named)))
-
-    def _keep_norm(self, norm: Any) -> Any:
-        self.norm = norm  # before clipping; the hook below comes after it
-        return norm
+        self.trainer = trainer
+        self.record(trainer, "training_step", self.add_loss)
+        self.record(trainer.accelerator, "clip_grad_norm_", self.keep_norm)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        trainer, schedule = self.trainer, given["lr_scheduler"]
+        trainer, schedule, self.loader = self.trainer, given["lr_scheduler"], given["train_dataloader"]
         if trainer.accelerator.scaler is not None or trainer.is_fsdp_enabled:
             raise RuntimeError("GuardCallback does not cover fp16 and FSDP: use bf16, and DDP or DeepSpeed")
         if state.global_step:
@@ -48,14 +44,20 @@ class GuardCallback(TrainerGuard, TrainerCallback, ExportableState):
         if trainer.is_deepspeed_enabled:
             from megastable_guard.adapters.deepspeed_engine import EngineGuard
 
-            engine_guard = EngineGuard(trainer.model_wrapped, others={"schedule": schedule}, **self.options)
-            engine_guard.hold_scheduler(schedule)
-            self._begin(engine_guard, state.global_step > 0)
+            guard: Guard = EngineGuard(trainer.model_wrapped, others={"schedule": schedule}, **self.options)
+            guard.hold_scheduler(schedule)
         else:
-            self._begin(
-                Guard(given["model"], given["optimizer"], schedule, **self.options), state.global_step > 0
-            )
-            self.guard.hold_refused(schedule)
+            guard = Guard(given["model"], given["optimizer"], schedule, **self.options)
+            guard.hold_refused(schedule)
+        self._begin(guard, state.global_step > 0, self._measure)
+
+    def _measure(self, index: int) -> Tensor:
+        """Of one sample, by the model as training calls it. What else is noted, such as TRL's metrics, is forgotten."""
+        trainer, recorder = self.trainer, copy.copy(self.trainer)
+        recorder._metrics, recorder.log = copy.deepcopy(vars(trainer).get("_metrics")), lambda *_: None
+        sample_inputs = trainer._prepare_inputs(self.loader.collate_fn([self.loader.dataset[index]]))
+        with trainer.compute_loss_context_manager():
+            return recorder.compute_loss(trainer.model_wrapped, sample_inputs).mean()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -65,7 +67,7 @@ class GuardCallback(TrainerGuard, TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        self._judge_update(self.norm)
+        self.judge(loss=self.loss, grad_norm=self.norm)
         state.global_step = self.guard.step - 1  # the trainer adds one
 
     def state(self) -> dict[str, Any]:

@@ -35,10 +35,10 @@ class MegatronGuard(JudgedUpdates):
         if any(not_covered) or math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf)):
             raise RuntimeError("no guard for fp16, optimizer_cpu_offload, qk_clip, grad_norm_skip_threshold")
         self.optimizer, self.sampler, self.state = optimizer, sampler, GuardedMegatronState(scheduler)
-        self.loss, self.weight, self.norm = 0.0, 0.0, None
+        self.weight: Any = 0.0
         self.guard = Guard(ModuleList(model), optimizer, others={"megatron": self.state}, **options)
-        self.wrap(optimizer, "get_grad_norm", self._keep_norm)
-        self.wrap(optimizer, "clip_grad_norm", self._keep_norm)
+        self.record(optimizer, "get_grad_norm", self.keep_norm)
+        self.record(optimizer, "clip_grad_norm", self.keep_norm)
         self.wrap(optimizer, "step_with_ready_grads", self._judge)
 
     def watch(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,22 +55,18 @@ class MegatronGuard(JudgedUpdates):
                 if model.training:
                     batch_loss, *token_counts, _ = loss_answer
                     self.weight = self.weight + sum(token_counts or [1.0])
-                    self.loss = self.loss + batch_loss.detach()  # the schedule divides the other in place
+                    self.add_loss(batch_loss)  # into a new tensor: the schedule divides this one in place
                 return loss_answer
 
             return model_output, keep_loss
 
         return watched
 
-    def _keep_norm(self, measure: Any, *given: Any) -> Any:
-        self.norm = measure(*given)
-        return self.norm
-
     def _judge(self, step_optimizer: Any) -> bool:
         if self.state.random is None:
             raise RuntimeError("the guard has seen no loss: pass forward_step_func=guard.watch(forward_step)")
         mean_loss, token_count = self.loss / self.weight if self.weight else 0.0, float(self.weight)
         full_norm = self.optimizer.get_grad_norm() if self.norm is None else self.norm
-        self.judge(self.guard.step + 1, loss=mean_loss, grad_norm=full_norm, weight=token_count)
-        self.loss, self.weight, self.norm, self.state.random = 0.0, 0.0, None, None
+        self.judge(loss=mean_loss, grad_norm=full_norm, weight=token_count)
+        self.weight, self.state.random = 0.0, None
         return step_optimizer() if self.guard.applies else False

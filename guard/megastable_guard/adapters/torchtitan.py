@@ -27,29 +27,19 @@ class TitanGuard(JudgedUpdates):
         if not trainer.config.training.disable_cuda_graphs:
             raise RuntimeError("TitanGuard does not cover CUDA graphs: set training.disable_cuda_graphs")
         self.trainer, self.sampler, model_parts = trainer, sampler, trainer.model_parts
-        self.loss, self.norm = 0.0, None
         whole_model = model_parts[0] if len(model_parts) == 1 else ModuleList(model_parts)
         self.guard = Guard(whole_model, list(trainer.optimizers), trainer.lr_schedulers, **options)
         loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
         self.parts = loss_mesh.size() if loss_mesh else 1  # whose losses are summed up, not averaged
         trainer.checkpointer.states["guard"] = self
-        self.wrap(trainer, "forward_backward_step", self._add_loss)
-        self.wrap(utils, "clip_grad_norm_", self._keep_norm)
+        self.record(trainer, "forward_backward_step", self.add_loss)
+        self.record(utils, "clip_grad_norm_", self.keep_norm)
         self.wrap(trainer.optimizers, "step", self._judge)
         self.wrap(trainer.lr_schedulers, "step", lambda step: self.guard.applies and step())
         self.wrap(trainer, "train_step", self._train)
 
-    def _add_loss(self, call: Any, **named: Any) -> Any:
-        batch_loss = call(**named)
-        self.loss = self.loss + batch_loss.detach()
-        return batch_loss
-
-    def _keep_norm(self, call: Any, *given: Any, **named: Any) -> Any:
-        self.norm = call(*given, **named)
-        return self.norm
-
     def _judge(self, step_optimizers: Any) -> None:
-        step_loss, self.loss, trainer = self.loss * self.parts, 0.0, self.trainer
+        step_loss, trainer = self.loss * self.parts, self.trainer
         has_loss = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
         self.judge(trainer.step, loss=step_loss, grad_norm=self.norm, weight=float(has_loss))
         trainer.step = self.guard.step  # which a rewind takes back
