@@ -34,6 +34,8 @@ _PROPERTY = "a property test of what no example can show"
 ALLOWED: dict[str, str] = {
     "tests/parallel/test_pairs.py::test_choices_in_fp32_are_the_plain_rules": _SHARED,
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
+    "tests/guard/test_sample_examiner.py::test_ranks_name_the_same_samples[as_fsdp-2]": "two ranks import FSDP2",
+    "tests/guard/test_loop_guard.py::test_guard_rewinds_on_several_ranks[as_fsdp-2]": "two ranks import FSDP2",
     "tests/forensics/court/test_skip_review.py::test_skip_review_gives_back_what_is_new_and_the_next_start_reads_it": (
         "a run, a review with its branches, and the next start"
     ),

@@ -291,7 +291,7 @@ class StabilityGuard(Watcher):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        from stabilityguard import GuardedOptimizer  # type: ignore[import-untyped]
+        from stabilityguard import GuardedOptimizer
 
         logging.getLogger("stabilityguard").setLevel(logging.ERROR)
         self.asked = Asked(run.optimizer)

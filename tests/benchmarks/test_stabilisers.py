@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
+from benchmarks import stabilisers
 from benchmarks.ruler import run as ruler_run
 from benchmarks.ruler.contestants import (
     APPLY,
@@ -30,8 +31,6 @@ from benchmarks.ruler.contestants import (
 from benchmarks.ruler.faults import FAULTS, lay_data
 from benchmarks.ruler.results import find_excess, find_misses, summarize_contestant
 from benchmarks.ruler.task import BATCH, KINDS, LENGTH, POSITIONS, STEP, STEPS, VOCABULARY
-
-ROOT = Path(__file__).parents[2]
 
 
 def make_run(norm: float = 1.0) -> Any:
@@ -61,9 +60,18 @@ def test_adagc_bounds_a_tensor_by_its_own_average() -> None:
 
 def test_zclip_bounds_an_outlier_by_mean_and_deviation() -> None:
     run = make_run(5.0)
-    run.memory.update(first=[0.0] * 25, mean=1.0, variance=0.25)
+    run.memory.update(first=[0.0] * 25, mean=0.5, variance=0.01)
     clip_zclip(run, 5.0)
-    assert float(run.gradients()[0].norm()) == pytest.approx(1 + 2.5**2 / 8 * 0.5, rel=1e-4)
+    assert float(run.gradients()[0].norm()) == pytest.approx(0.5 + 2.5**2 / 45 * 0.1, rel=1e-4)
+    assert run.memory["mean"] == pytest.approx(0.97 * 0.5 + 0.03 * (0.5 + 2.5**2 / 45 * 0.1), rel=1e-4)
+
+
+def test_zclip_bounds_all_norms_at_1() -> None:
+    """As the authors' class does by default."""
+    run = make_run(1.5)
+    run.memory.update(first=[0.0] * 25, mean=1.4, variance=0.25)
+    clip_zclip(run, 1.5)
+    assert float(run.gradients()[0].norm()) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_sigma_skip_waits_for_64_steps_and_keeps_nan() -> None:
@@ -185,11 +193,18 @@ def test_excess_is_measured_from_the_own_clean_run() -> None:
 
 
 def test_command_reports_what_is_there_and_refuses_unknown_names(tmp_path: Path) -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "benchmarks/stabilisers.py", "--folder", str(tmp_path), *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    refused = call("--fault", "nose")
-    assert refused.returncode == 2 and "noise" in refused.stderr and "Traceback" not in refused.stderr
-    empty = call("--report", "--json", "--quick")
-    assert (empty.returncode, json.loads(empty.stdout)) == (1, [])
+    app = typer.Typer()
+    app.command()(stabilisers.main)
+    options = ["--folder", str(tmp_path), "--report", "--quick"]
+    refused = CliRunner().invoke(app, [*options, "--fault", "nose"])
+    assert refused.exit_code == 2 and "noise" in refused.output
+    empty = CliRunner().invoke(app, [*options, "--json", "--contestant", "clipping"])
+    assert (empty.exit_code, json.loads(empty.stdout)) == (1, [])
+    version = stabilisers.compute_version("clipping")
+    line = {"key": ["small", 1, "clipping", "clean"], "version": version, "loss": 3.0}
+    old = {**line, "key": ["small", 1, "clipping", "noise"], "version": "of before"}
+    (tmp_path / "results.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(old)}\n{{")
+    told = CliRunner().invoke(app, [*options, "--json", "--contestant", "clipping"])
+    assert json.loads(told.stdout) == [
+        {"size": "small", "seed": 1, "contestant": "clipping", "fault": "clean", "loss": 3.0}
+    ]
