@@ -5,12 +5,20 @@
 
 from typing import TYPE_CHECKING, Any
 
+from megastable_guard.guard_config import DetectorConfig, GuardConfig, PolicyConfig
+
 if TYPE_CHECKING:
     from megastable_guard.loop_guard import Guard, StepVerdict
     from megastable_guard.sampler import SkippableSampler
 
 __version__ = "0.1.0"
-__all__ = ["Guard", "SkippableSampler", "StepVerdict", "__version__"]
+__all__ = [
+    "DetectorConfig", "Guard", "GuardConfig", "PolicyConfig", "SkippableSampler", "StepVerdict", "__version__",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
 
 
 def __getattr__(name: str) -> Any:

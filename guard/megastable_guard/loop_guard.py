@@ -171,6 +171,7 @@ class Guard:
             float(loss), float(gradient_norm), weight, given
         )
         if not self.record.has_begun:
+            self._warn_of_names(knows_ids, sample_losses is not None)
             self.record.begin_run(self.step, *_read_rank(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         scheduled_rate = read_rate(self._optimizers)
@@ -214,6 +215,17 @@ class Guard:
         if knows_ids and not step_verdict.apply and not step_verdict.rewind:
             self._examine_refused()
         return step_verdict
+
+    def _warn_of_names(self, knows_ids: bool, has_losses: bool) -> None:
+        """Of half of what naming needs, which names nothing."""
+        has_replay = self.samples.replay is not None
+        if knows_ids and not (has_replay or has_losses):
+            missing = "sample_ids are given, but no replay (Guard.use_replay) and no sample_losses"
+        elif has_replay and not knows_ids:
+            missing = "a replay is given (Guard.use_replay), but check has no sample_ids"
+        else:
+            return
+        warnings.warn(f"megastable guard: {missing}: no bad samples are named", stacklevel=3)
 
     def rewind(self) -> int:
         """Go back to the newest good state from before the trouble. The step after which that was: the next one trains
@@ -281,7 +293,9 @@ class Guard:
         is tried where the rate has jumped, or the trouble came back though no sample was bad."""
         assert self.copies is not None
         policy, copy_step = self.judge.policy, self.copies.newest[0].step
-        good_rate = read_rate(self._optimizers)
+        # The rate in a copy is already that of the step to come, whose schedule may have jumped.
+        good_rates = [kept.rate for kept in evidence.harmless if kept.step <= copy_step]
+        good_rate = good_rates[-1] if good_rates else read_rate(self._optimizers)
         highest_rate = max(read_step.rate for read_step in evidence.window)
         may_be_rate = highest_rate > JUMP * good_rate or policy.has_recurred()
         offers = policy.offer_remedies(self.updates, good_rate, highest_rate)

@@ -21,12 +21,12 @@ JUMPED, LASTS, TIMES = 100, 40, 30.0  # the step whose rate jumps, for how many 
 class JumpingLoop(NamingLoop):
     """Whose schedule jumps for some steps. Its last samples are not read before its end."""
 
-    def __init__(self, samples: Tensor, times: float = TIMES, **options: Any) -> None:
+    def __init__(self, samples: Tensor, times: float = TIMES, jumped: int = JUMPED, **options: Any) -> None:
         super().__init__(samples, **options)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(  # type: ignore[assignment]
-            self.optimizer, lambda update: times if JUMPED - 1 <= update < JUMPED - 1 + LASTS else 1.0
+            self.optimizer, lambda update: times if jumped - 1 <= update < jumped - 1 + LASTS else 1.0
         )
         self.guard.others["scheduler"] = self.scheduler
         assert self.guard.copies is not None
@@ -134,6 +134,16 @@ def test_a_limit_holds_in_a_resumed_run() -> None:
     assert all(
         torch.equal(one, other)
         for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True)
+    )
+
+
+def test_a_rate_that_jumps_right_behind_a_copy_is_capped_at_that_of_before() -> None:
+    """The copy of after step 100 holds the rate of step 101 already."""
+    loop = JumpingLoop(write_samples(0), jumped=101)
+    loop.train(STEPS)
+    (limit,) = loop.guard.judge.policy.state.limits
+    assert loop.guard.judge.policy.state.taken[-1].action is Action.CAP_LR and limit.value == pytest.approx(
+        0.01
     )
 
 

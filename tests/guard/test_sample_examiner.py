@@ -511,3 +511,10 @@ def test_ids_are_whole_numbers() -> None:
     for ids in (["a"], [1.5]):
         with pytest.raises(TypeError, match="sample_ids are whole numbers"):
             loop.guard.check(loss=1.0, grad_norm=1.0, sample_ids=ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "missing"), [({"sample_ids": [1]}, "no replay"), ({}, "no sample_ids")])
+def test_half_of_what_naming_needs_is_warned_of(given: dict[str, Any], missing: str) -> None:
+    loop = NamingLoop(write_samples(0), losses=bool(given))
+    with pytest.warns(UserWarning, match=missing):
+        loop.guard.check(loss=1.0, grad_norm=1.0, **given)
