@@ -219,5 +219,5 @@ def draw_picture(path: Path, results: Results) -> None:
     for edge in [row for row in range(1, len(faults)) if faults[row].group != faults[row - 1].group]:
         axes.axhline(edge - 0.5, color="black", linewidth=0.8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
