@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,8 @@ def train(schedule: Schedule, curriculum: Schedule, is_told: bool, folder: Path)
 def test_nothing_is_done_in_healthy_steps(schedule: Schedule, curriculum: Schedule, tmp_path: Path) -> None:
     guard, last_loss = train(schedule, curriculum, True, tmp_path)
     assert guard.updates == guard.step == STEPS
-    assert not (tmp_path / "journal.jsonl").exists()  # no alert either
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["training"]  # no alert either
     assert last_loss < math.log(SIZE) - 0.5  # it did learn
 
 
