@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,21 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
+def list_rows(results: Results) -> Iterator[tuple[Fault, dict[str, tuple[str, bool]]]]:
+    """By fault, of every contestant: its excess as text, and whether that is within NEAR of the best, which says
+    nothing of a healthy change."""
+    names = list_names(results)
+    for fault in FAULTS:
+        excess = {name: collect_excess(results, name, fault) for name in names}
+        means = {name: float(np.mean(values)) for name, values in excess.items() if values}
+        if means:
+            bar = -math.inf if fault.is_healthy else min(means.values()) + NEAR
+            yield (
+                fault,
+                {name: (_write_excess(excess[name]), means.get(name, math.inf) <= bar) for name in names},
+            )
+
+
 def show_tables(console: Console, results: Results, expected: int) -> None:
     """Excess by fault and contestant, the contestants in sum, and where ours is behind."""
     names = list_names(results)
@@ -137,21 +152,13 @@ def show_tables(console: Console, results: Results, expected: int) -> None:
     for name in names:
         table.add_column(name, justify="right")
     group = ""
-    for fault in FAULTS:
-        rows = {name: collect_excess(results, name, fault) for name in names}
-        if not any(rows.values()):
-            continue
+    for fault, row in list_rows(results):
         if fault.group != group:
             group = fault.group
             table.add_row(f"[bold]{group}")
-        means = {name: float(np.mean(values)) if values else math.inf for name, values in rows.items()}
-        best = min(means.values())
-        cells_of_row = []
-        for name in names:
-            text = _write_excess(rows[name])
-            near = rows[name] and means[name] <= best + NEAR
-            cells_of_row.append(f"[bold]{text}[/]" if near and not fault.is_healthy else text)
-        table.add_row(fault.name, *cells_of_row)
+        table.add_row(
+            fault.name, *(f"[bold]{text}[/]" if is_near else text for text, is_near in row.values())
+        )
     console.print(table)
     summary = Table(box=None, header_style="bold", padding=(0, 1))
     summary.add_column("contestant")
@@ -174,16 +181,8 @@ def write_markdown(results: Results) -> str:
     """Both tables, for a page. Bold: within NEAR of the best."""
     names = list_names(results)
     lines = ["| fault | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for fault in FAULTS:
-        rows = {name: collect_excess(results, name, fault) for name in names}
-        if not any(rows.values()):
-            continue
-        means = {name: float(np.mean(values)) for name, values in rows.items() if values}
-        best, cells = min(means.values()), []
-        for name in names:
-            text = _write_excess(rows[name])
-            is_near = not fault.is_healthy and name in means and means[name] <= best + NEAR
-            cells.append(f"**{text}**" if is_near else text)
+    for fault, row in list_rows(results):
+        cells = [f"**{text}**" if is_near else text for text, is_near in row.values()]
         lines.append(f"| {fault.title} | " + " | ".join(cells) + " |")
     titles = [title for _, title, _ in COLUMNS]
     lines += ["", "| contestant | " + " | ".join(titles) + " |", "|---|" + "---|" * len(titles)]

@@ -49,6 +49,8 @@ from megastable_guard.sample_examiner import (
     SampleExaminer,
     WindowRemedy,
     choose_sample_remedy,
+    count_ranks,
+    read_rank,
 )
 from megastable_guard.sampler import SkippableSampler
 from megastable_guard.step_judge import GuardState, StepJudge
@@ -172,7 +174,7 @@ class Guard:
         )
         if not self.record.has_begun:
             self._warn_of_names(knows_ids, sample_losses is not None)
-            self.record.begin_run(self.step, *_read_rank(), torch.__version__)
+            self.record.begin_run(self.step, read_rank(), count_ranks(), torch.__version__)
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         scheduled_rate = read_rate(self._optimizers)
         rate = self.rates.choose_share(self.judge.policy, self.updates, scheduled_rate)
@@ -442,7 +444,7 @@ class Guard:
         """
         # A part without tokens may have a loss of nan.
         sums = [loss * weight if weight else 0.0, weight, norm, 1.0, *map(float, given)]
-        if dist.is_available() and dist.is_initialized():
+        if count_ranks() > 1:
             device = local_part(next(self.model.parameters())).device
             rank_sums = torch.tensor(sums, dtype=torch.float64, device=device)
             dist.all_reduce(rank_sums)
@@ -489,9 +491,3 @@ def _as_losses(values: Sequence[float] | Tensor | None) -> tuple[float, ...]:
     if values is None:
         return ()
     return tuple(values.detach().flatten().tolist() if isinstance(values, Tensor) else values)
-
-
-def _read_rank() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)

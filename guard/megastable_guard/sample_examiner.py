@@ -88,6 +88,11 @@ def count_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def read_rank() -> int:
+    """This rank, of `count_ranks`."""
+    return dist.get_rank() if count_ranks() > 1 else 0
+
+
 def gather_objects(own_object: T) -> list[T]:
     """Those of all ranks."""
     if count_ranks() == 1:
@@ -517,7 +522,7 @@ class SampleExaminer:
         losses = torch.zeros(
             count_ranks(), own_ids.size, dtype=torch.float64, device=local_part(next(self.model.parameters())).device
         )  # fmt: skip
-        rank = dist.get_rank() if count_ranks() > 1 else 0
+        rank = read_rank()
         with torch.no_grad(), self._in_evaluation():
             for part_number, id_part in enumerate(own_ids):
                 part_first = part_number * self.at_once
@@ -531,7 +536,7 @@ class SampleExaminer:
         gathered in each. The last ones are filled up with the first."""
         call_count = -(-ids.size // (count_ranks() * self.at_once))
         whole_ids = np.resize(ids, (count_ranks(), call_count, self.at_once))
-        return np.asarray(whole_ids[dist.get_rank() if count_ranks() > 1 else 0])
+        return np.asarray(whole_ids[read_rank()])
 
     def _ask_replay(self, ids: Int64s) -> Tensor:
         assert self.replay is not None

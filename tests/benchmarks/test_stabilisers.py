@@ -29,6 +29,7 @@ from benchmarks.ruler.contestants import (
     clip_zclip,
 )
 from benchmarks.ruler.faults import FAULTS, lay_data
+from benchmarks.ruler.ours import OURS
 from benchmarks.ruler.results import find_excess, find_misses, summarize_contestant
 from benchmarks.ruler.task import BATCH, KINDS, LENGTH, POSITIONS, STEP, STEPS, VOCABULARY
 
@@ -137,13 +138,14 @@ def test_a_forked_run_is_the_run_of_a_watcher_that_was_alone(fault: str, tmp_pat
     """Bit for bit, also where another watcher acts at the same steps."""
     texts = make_texts()
     saved: Path = tmp_path / "results.jsonl"
-    names = ("olmo-skip", "kill-loss-spike", "palm")
+    kinds = {**WATCHERS, **OURS}
+    names = ("olmo-skip", "kill-loss-spike", "palm", "ours", "ours-tried")
     wanted = {("small", 1, name, fault) for name in ("clipping", *names)}
     child = os.fork()
     if not child:
         try:
             ruler_run.run_family(
-                ("small", 1, "clipping"), {name: WATCHERS[name] for name in names}, texts, wanted,
+                ("small", 1, "clipping"), {name: kinds[name] for name in names}, texts, wanted,
                 lambda key, facts: ruler_run.append_result(saved, key, "", facts),
             )  # fmt: skip
         finally:
@@ -154,7 +156,7 @@ def test_a_forked_run_is_the_run_of_a_watcher_that_was_alone(fault: str, tmp_pat
     for line in lines:
         run = ruler_run.Run("small", 1, "clipping", texts)
         if line["key"][2] in names:
-            run.alone, run.watchers = True, [WATCHERS[line["key"][2]](run)]
+            run.alone, run.watchers = True, [kinds[line["key"][2]](run)]
         run.train_until(STEP - 1)
         run.install_fault(next(known for known in FAULTS if known.name == fault))
         run.train_until(STEPS)
