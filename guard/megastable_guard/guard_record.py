@@ -83,8 +83,21 @@ class GuardRecord:
         self._tell("training", step=step, world=world, software={"torch": torch_version}, guarded=True)
         self.files.flush_steps(step)
 
-    def note_step(self, decision: Decision, signals: Signals, is_applied: bool, policy: PolicyState) -> None:
-        """A step was judged."""
+    @property
+    def has_rewound(self) -> bool:
+        """Whether the run was rewound for the open incident."""
+        open_incident = self._find_open()
+        return open_incident is not None and any(action.rewinds for action in open_incident.actions)
+
+    def note_step(
+        self,
+        decision: Decision,
+        signals: Signals,
+        is_applied: bool,
+        policy: PolicyState,
+        is_examined: bool = False,
+    ) -> None:
+        """A step was judged. is_examined: an incident was looked at, also if nothing was undone."""
         finding, now, loss = decision.finding, time.monotonic(), signals.loss
         grad_norm, lr = signals.grad_norm or 0.0, signals.lr or 0.0
         step_seconds, self._stepped = now - self._stepped, now
@@ -99,7 +112,7 @@ class GuardRecord:
             )
         if is_applied and isfinite(loss):
             self._losses.append((finding.step, loss))
-        if decision.action is Action.APPLY:
+        if decision.action is Action.APPLY and not is_examined:
             is_quiet = finding.verdict is Verdict.HEALTHY and finding.on_trend
             if decision.healed or (is_quiet and not policy.refused and not policy.watching):
                 self.close_incident(finding.step, "healed")
@@ -119,7 +132,7 @@ class GuardRecord:
     ) -> None:
         """The open incident, or a new one, of an action."""
         finding, action = decision.finding, decision.action
-        if not action.rewinds and action is not Action.DISCARD:
+        if not action.rewinds and action not in (Action.DISCARD, Action.APPLY):
             action = Action.ALERT  # nobody ends the loop of somebody else
         open_incident = self._find_open()
         is_new = open_incident is None

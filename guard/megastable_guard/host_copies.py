@@ -49,6 +49,17 @@ class StateCopy:
     others: dict[str, dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class HeldState:
+    """Where a run stands, while its copies are visited. present: as a copy; kept: the copies; moments: of every
+    parameter of the optimizers, as they were; gradients: parameters, their gradients and copies of these."""
+
+    present: StateCopy
+    kept: list[StateCopy]
+    moments: list[dict[str, Any]]
+    gradients: list[tuple[Tensor, Tensor, Tensor]]
+
+
 def find_inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer of torch inside of wrappers. Raises TypeError."""
     inner_optimizer, wrapped = None, optimizer
@@ -156,6 +167,9 @@ class HostCopies:
         """Copy the present state, of after `step`. forward: of before the forward pass that came since."""
         kept_steps = thin_snapshots([*self.steps, step], self.capacity, self.interval)
         self._kept = [kept_copy for kept_copy in self._kept if kept_copy.step in kept_steps]
+        self._kept.append(self._copy_state(step, forward))
+
+    def _copy_state(self, step: int, forward: ForwardState) -> StateCopy:
         forward = ForwardState({name: self._copy(t) for name, t in forward.buffers.items()}, forward.random)
         with torch.no_grad():
             weights = {name: self._copy(tensor) for name, tensor in self.model.named_parameters()}
@@ -166,7 +180,32 @@ class HostCopies:
                 for param_group in self._groups()
             ]
             others = {other_name: self._copy(other.state_dict()) for other_name, other in self.others.items()}
-        self._kept.append(StateCopy(step, forward, weights, master_weights, moments, groups, others))
+        return StateCopy(step, forward, weights, master_weights, moments, groups, others)
+
+    def hold_present(self, step: int) -> HeldState:
+        """Keep where the run stands, between the backward pass of a step and its update, for `put_back`: copies may be
+        restored meanwhile. The gradients stay, and are the parameters' no more."""
+        present_copy = self._copy_state(step, read_forward_state(self.model))
+        gradients = list[tuple[Tensor, Tensor, Tensor]]()
+        for parameter in {id(p): p for p in [*self.model.parameters(), *self._masters()]}.values():
+            if parameter.grad is not None:
+                # DDP may write those of the next backward pass into the same memory.
+                gradients.append((parameter, parameter.grad, self._copy(parameter.grad)))
+                parameter.grad = None
+        moments = [dict(inner.state.get(parameter, {})) for inner, parameter in self._parameters()]
+        return HeldState(present_copy, [*self._kept], moments, gradients)
+
+    def put_back(self, held: HeldState) -> None:
+        """Restore what `hold_present` has kept, bit for bit."""
+        self._kept = [*held.kept]
+        for (inner_optimizer, parameter), moments in zip(self._parameters(), held.moments, strict=True):
+            if moments:  # a copy from before the first update has none
+                inner_optimizer.state[parameter] = dict(moments)
+        self.restore_copy(held.present)
+        with torch.no_grad():
+            for parameter, gradient, gradient_copy in held.gradients:
+                local_part(gradient).copy_(gradient_copy)
+                parameter.grad = gradient
 
     def restore_before(self, onset: int) -> StateCopy:
         """Restore the newest copy that no step from `onset` on has touched, and drop later ones."""

@@ -9,8 +9,9 @@
     elif verdict.rewind:
         data.seek(guard.rewind(), defer=guard.deferred)  # weights, moments, scheduler and random states are restored
 
-Where it knows the ids of the samples (`check(sample_ids=)`) and a function that measures them (`use_replay`), it names
-the bad ones, and tries whether they harm: `guard.skipped`.
+Where it knows the ids of the samples (`check(sample_ids=)`) and a function that measures them (`use_replay`), it looks
+at an incident before it rewinds: where no sample is bad and the state is as good as before, nothing is undone.
+Otherwise it names the bad samples, and tries whether they harm: `guard.skipped`.
 
 What it decides is the pure `StepJudge`; what it keeps, `HostCopies`; what it examines, `SampleExaminer`.
 """
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
+from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.guard_record import GuardRecord, GuardReport
@@ -49,13 +51,17 @@ from megastable_guard.sample_examiner import (
     SampleExaminer,
     WindowRemedy,
     choose_sample_remedy,
+    compare_states,
     count_ranks,
     read_rank,
+    share_first,
 )
 from megastable_guard.sampler import SkippableSampler
 from megastable_guard.step_judge import GuardState, StepJudge
+from megastable_guard.trials import HarmTrial
 
 T = TypeVar("T")
+CALM = 4  # steps until an incident where nothing was wrong is looked at again, and twice as many each time
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,22 @@ class StepVerdict:
     alert: bool
     onset: int
     reason: str
+
+
+@dataclass(frozen=True)
+class ExaminedIncident:
+    """What a look at an incident has shown. remedy: for the steps since its onset, on the copy of after `step`, which
+    is good; is_over: nothing is undone, as no sample is bad, or they are only new, and the present state is no worse
+    than that copy; reason: a sentence; trial: of the suspects; seconds: that it took."""
+
+    finding: Finding
+    evidence: SampleEvidence
+    step: int
+    remedy: WindowRemedy
+    is_over: bool
+    reason: str
+    trial: HarmTrial | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -116,6 +138,9 @@ class Guard:
         self.rates = RateLimiter(self.copies.optimizers if self.copies is not None else ())
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
+        self._examined: ExaminedIncident | None = None
+        # Until when the incident that was looked at last is not looked at again, and how many steps that were.
+        self._calm_until, self._calm_steps = 0, 0
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
         self._sees_forward = False  # not in Lightning, which calls no `forward`
         for part in model if isinstance(model, torch.nn.ModuleList) else [model]:
@@ -188,18 +213,26 @@ class Guard:
         step_decision = self.judge.judge_step(step_signals, oldest_copy)
         # That the loss of this step is on its trend is what is known of the state before its update.
         is_good = step_decision.finding.verdict is Verdict.HEALTHY and step_decision.finding.on_trend
-        if self.copies and judged_before and (is_good or not self.copies.steps):
-            self.copies.take_copy(self.step, self._forward)
-            self._judgements[self.step] = judged_before
-            self._judgements = {step: self._judgements[step] for step in self.copies.steps}
         self.step += 1
+        if knows_ids:
+            was_refused = step_decision.action is Action.DISCARD
+            self.samples.remember_step(
+                ReadStep(self.step, own_ids, own_losses, not was_refused, norm_value, scheduled_rate)
+            )
+        if judged_before and is_good and step_decision.action is Action.APPLY:
+            step_decision = self._compare_with_copy(step_decision)
+        step_decision, self._examined = self._look_before_rewind(step_decision, norm_value)
+        is_good = (is_good and step_decision.applies) or (
+            self._examined is not None and self._examined.is_over
+        )
+        if self.copies and judged_before and (is_good or not self.copies.steps):
+            self.copies.take_copy(self.step - 1, self._forward)
+            self.samples.take_probe(self.step - 1)
+            self._judgements[self.step - 1] = judged_before
+            self._judgements = {step: self._judgements[step] for step in self.copies.steps}
         self._decision, step_verdict = step_decision, self._make_verdict(step_decision)
         self.updates += step_verdict.apply
         self.applies, self.skipped, self.deferred = step_verdict.apply, [], []
-        if knows_ids:
-            self.samples.remember_step(
-                ReadStep(self.step, own_ids, own_losses, step_verdict.apply, norm_value, scheduled_rate)
-            )
         if not step_verdict.apply:
             restore_buffers(self.model, self._forward)
         elif step_verdict.alert and self._alert != step_decision.reason:
@@ -208,7 +241,15 @@ class Guard:
         if not self._sees_forward:  # the next step begins as this one ends
             self._forward = read_forward_state(self.model)
         self._awaits_forward = True
-        self.record.note_step(step_decision, step_signals, step_verdict.apply, self.judge.policy.state)
+        self.record.note_step(
+            step_decision,
+            step_signals,
+            step_verdict.apply,
+            self.judge.policy.state,
+            self._examined is not None,
+        )
+        if self._examined is not None:
+            self._record_examined(self._examined)
         if step_verdict.apply:
             for lifted_reason in self.judge.policy.lift_limits(
                 step_decision.finding, self.updates, scheduled_rate
@@ -237,9 +278,9 @@ class Guard:
         if self._decision is None or not self._decision.action.rewinds or self.copies is None:
             raise RuntimeError("guard.rewind() belongs behind a check whose verdict says rewind")
         finding, tripped, began = self._decision.finding, self.step, time.monotonic()
-        self.copies.restore_before(finding.onset)
-        evidence = self._collect_evidence(finding)
-        remedy = self._examine_window(finding, evidence) if evidence is not None else None
+        examined, self._examined = self._examined, None
+        self.copies.restore_before(examined.step + 1 if examined else finding.onset)
+        remedy = examined.remedy if examined else None
         restored_copy = self.copies.newest[0]
         self.step, self._forward, self._awaits_forward = restored_copy.step, restored_copy.forward, True
         self.samples.forget_after(self.step)
@@ -254,7 +295,7 @@ class Guard:
         )
         self.record.note_cleared(cleared)
         remedy = remedy or WindowRemedy(Cause.UNKNOWN, deferred=tuple(range(finding.onset, tripped + 1)))
-        if remedy.cause is Cause.STATE and evidence is not None and self._limit_rate(finding, evidence):
+        if remedy.cause is Cause.STATE and examined and self._limit_rate(finding, examined.evidence):
             remedy = WindowRemedy(Cause.LEARNING_RATE)
         elif remedy.is_harmless:
             self.judge.policy.trained_through(alone=True)
@@ -264,22 +305,105 @@ class Guard:
                 remedy.cause, self.updates, proven=remedy.proven, bad=remedy.skipped
             )
         self.skipped, self.deferred = [*named_before, *remedy.skipped], list(remedy.deferred)
-        self.record.note_rewind(finding, self.step, len(self.deferred), time.monotonic() - began)
+        spent_seconds = time.monotonic() - began + (examined.seconds if examined else 0.0)
+        self.record.note_rewind(finding, self.step, len(self.deferred), spent_seconds)
         return self.step
 
     def _examine_refused(self) -> None:
         """Name the bad samples of the update that was refused; the others may be read later. As no trial has shown
-        that they harm, they are skipped only if each is far out by itself, and while they are few."""
+        that they harm, they are skipped only if each is far out by itself, and while they are few: where most of a
+        batch is, the data may only be new."""
         found, policy = self.samples.examine_refused(self.step), self.judge.policy
         if found is None:
             return
         self.deferred = [self.step]
-        if found.alone and policy.may_take_untried(len(found.alone)):
+        are_few = 2 * len(found.alone) <= len(found.suspects)
+        if found.alone and are_few and policy.may_take_untried(len(found.alone)):
             policy.take_untried(len(found.alone))
             policy.note_skipped(found.alone, proven=False)
             self.skipped = found.alone
             self.samples.bad_by_step[self.step] = self.skipped
         self.record.note_cause(found.cause, found.reason, self.skipped)
+
+    def _compare_with_copy(self, decision: Decision) -> Decision:
+        """The decision on a healthy step before which a copy is due: the steps since the last one are looked at, if the
+        state has become worse, though the loss has told nothing."""
+        assert self.copies is not None
+        rise = self.samples.find_rise()
+        oldest_copy = self.copies.steps[0] if self.copies.steps else None
+        if not rise or oldest_copy is None or not self.judge.detector.has_trend:
+            return decision
+        onset = self.copies.steps[-1] + 1
+        if not self.judge.policy.may_look_back(self.step, onset, oldest_copy):
+            return decision
+        damage_finding = Finding(self.step, Verdict.DAMAGE, 1.0, onset, rise, on_trend=False)
+        return self.judge.policy.undo_steps(damage_finding, rise)
+
+    def _look_before_rewind(
+        self, decision: Decision, norm: float
+    ) -> tuple[Decision, ExaminedIncident | None]:
+        """The decision on an incident, after a look at it from the state before: where it is over, the update is
+        applied, and nothing undone."""
+        finding, policy, examined = decision.finding, self.judge.policy, None
+        if not decision.action.rewinds:
+            return decision, None
+        if self.step <= self._calm_until and finding.verdict not in (Verdict.OUTLIER, Verdict.NON_FINITE):
+            reason = f"nothing was wrong; looked at again after step {self._calm_until}: {finding.reason}"
+        else:
+            evidence = self._collect_evidence(finding)
+            examined = self._examine_incident(finding, norm, evidence) if evidence is not None else None
+            if examined is None or not examined.is_over:
+                return decision, examined
+            reason = f"{finding.reason}; {examined.reason}"
+            if examined.remedy.is_harmless:  # what was usual until now is not usual any more
+                self.judge.detector.begin_again()
+                self._cleared = self.step
+            else:
+                is_soon = self.step <= self._calm_until + CALM
+                self._calm_steps = 2 * self._calm_steps if is_soon else CALM
+                self._calm_until = self.step + self._calm_steps
+        policy.trained_through(alone=not self.record.has_rewound)
+        return replace(decision, action=Action.APPLY, reason=reason), examined
+
+    def _examine_incident(self, finding: Finding, norm: float, evidence: SampleEvidence) -> ExaminedIncident:
+        """Look at an incident from the newest good copy before its onset. The run stands where it stood then. norm: of
+        the gradient of this step."""
+        assert self.copies is not None
+        began, copies, samples = time.monotonic(), self.copies, self.samples
+        last_copy = max(step for step in copies.steps if step < finding.onset)
+        compared_ids, coming_count = samples.choose_compared(evidence, last_copy)
+        held_state = copies.hold_present(self.step)
+        try:
+            repeated_norm = self._without_refusals(partial(samples.measure_gradient, self._measure_norm))
+            present_losses = samples.measure_losses(compared_ids)
+            copies.restore_before(finding.onset)
+            found, trial, remedy = self._examine_window(finding, evidence)
+            good_step, good_losses = copies.newest[0].step, samples.measure_losses(compared_ids)
+        finally:
+            copies.put_back(held_state)
+        norms = norm, repeated_norm
+        is_damaged, reason = share_first(
+            partial(compare_states, present_losses, good_losses, coming_count, norms)
+        )
+        is_single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
+        no_data_is_bad = remedy.is_harmless or (not is_single and not found.bad_positions)
+        # What was named, and is read again, is so behind a rewind.
+        is_over = no_data_is_bad and not is_damaged and not samples.has_named_since(finding.onset)
+        if not found.bad_positions:
+            reason = f"{found.reason}; {reason}"
+        else:
+            reason = f"{found.reason}; {trial.reason if trial else reason}"
+        return ExaminedIncident(
+            finding, evidence, good_step, remedy, is_over, reason, trial, time.monotonic() - began
+        )
+
+    def _record_examined(self, examined: ExaminedIncident) -> None:
+        if examined.trial is not None:
+            self.record.note_trial(
+                examined.finding.step, examined.step, examined.trial.facts, examined.trial.reason
+            )
+        cause = Cause.NEW_DATA if examined.is_over else examined.remedy.cause
+        self.record.note_cause(cause, examined.reason, examined.remedy.skipped)
 
     def _collect_evidence(self, finding: Finding) -> SampleEvidence | None:
         """What was read since an onset, what comes, and what is known to be harmless; None: not enough is known."""
@@ -322,16 +446,18 @@ class Guard:
 
     def _without_refusals(self, work: Callable[[], T]) -> T:
         """Of branches, whose updates are no steps of the loop."""
+        awaited, limited_share = self._awaits_forward, self.rates.share
         self._awaits_forward, self.applies, self.rates.share = False, True, 1.0
         try:
             return work()
         finally:
-            self.applies = False
+            self._awaits_forward, self.applies, self.rates.share = awaited, False, limited_share
 
-    def _examine_window(self, finding: Finding, evidence: SampleEvidence) -> WindowRemedy:
+    def _examine_window(
+        self, finding: Finding, evidence: SampleEvidence
+    ) -> tuple[Conclusion, HarmTrial | None, WindowRemedy]:
         """What is bad of the steps since the onset, by the restored state, or an older one if that is no good; and
         whether it harms."""
-        assert self.copies is not None
         policy, trial, (window, coming, harmless_steps) = self.judge.policy, None, evidence
         self.samples.restore_good(harmless_steps)
         found, region = self.samples.examine_window(window, coming, harmless_steps)
@@ -344,10 +470,7 @@ class Guard:
         remedy = choose_sample_remedy(found, trial, window, may_skip)
         if remedy.skipped and is_finite and not remedy.proven:
             policy.take_untried(len(remedy.skipped))
-        if trial is not None:
-            self.record.note_trial(finding.step, self.copies.newest[0].step, trial.facts, trial.reason)
-        self.record.note_cause(remedy.cause, found.reason, remedy.skipped)
-        return remedy if is_finite else replace(remedy, proven=True)
+        return found, trial, remedy if is_finite else replace(remedy, proven=True)
 
     def hold_refused(self, scheduler: Any = None) -> None:
         """Make the optimizer leave out what is refused, for loops that call it in any case; so does a `scheduler` that
@@ -405,6 +528,7 @@ class Guard:
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
         self.record.restore_state(state.get("record", {}))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
+        self._examined, self._calm_until, self._calm_steps = None, 0, 0
         self.skipped, self._cleared = [], int(state.get("cleared", 0))
         self.samples.forget_after(-1)
         self.samples.bad_by_step.clear()

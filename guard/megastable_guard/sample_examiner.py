@@ -50,6 +50,7 @@ from megastable_guard.trials import (
     is_clear,
     is_harmless,
     judge_trial,
+    mean_difference,
     replace_samples,
 )
 
@@ -68,6 +69,9 @@ HARMLESS = 256  # harmless samples that are compared with: the latest
 COMING = 64  # samples that a trial is measured on, and neither branch is trained on
 FARTHEST = 64  # steps ahead that are looked at; bad samples that go on for longer are no region
 CLEAN = 3  # steps without a bad sample that end a region
+# Times the gradient norm of a step, computed again, from which on something else than its data has made it. Where a
+# loop weighs or scales its losses they differ, too: then no incident is over without a rewind.
+REPEATED = 2.0
 STEPS = 16  # of a branch; half of them if few are suspected, each far out by itself
 
 
@@ -233,10 +237,45 @@ def choose_outlook(
         outlook_ids = _ids_of([read_step for read_step in harmless if read_step.step > start])
     if outlook_ids.size < COMING // 2:
         outlook_ids = known_ids
-    chosen_indices = (
-        np.linspace(0, outlook_ids.size - 1, min(COMING, outlook_ids.size)).round().astype(np.int64)
-    )
-    return outlook_ids[chosen_indices], known_ids[~np.isin(known_ids, outlook_ids[chosen_indices])]
+    chosen_ids = spread_evenly(outlook_ids)
+    return chosen_ids, known_ids[~np.isin(known_ids, chosen_ids)]
+
+
+def spread_evenly(ids: Int64s) -> Int64s:
+    """At most `COMING` of them. Pure."""
+    return ids[np.linspace(0, ids.size - 1, min(COMING, ids.size)).round().astype(np.int64)]
+
+
+def compare_states(
+    present: Floats, good: Floats, coming: int, norms: tuple[float, float]
+) -> tuple[bool, str]:
+    """Whether the present state is worse than a good one, or its gradient wrong, and a sentence. Pure.
+
+    Both kinds of data must tell: data to come, if it is of a new kind, may become harder by all other training; and a
+    run forgets what it has read, if it does not come any more.
+
+    Args:
+        present, good: losses of the same samples on both states, [n] nats.
+        coming: how many of these, the first ones, are of the data to come, and the others were read before both states.
+            Too few show nothing; if all are too few the state counts as worse.
+        norms: of the gradient of the present step, as it was and as it is when it is computed again.
+    """
+    told_rises, is_worse_by = list[str](), list[bool]()
+    for kind, part in (("to come", slice(0, coming)), ("of before", slice(coming, None))):
+        if present[part].size >= COMING // 2:
+            mean_rise, rise_error = mean_difference(present[part], good[part])
+            told_rises.append(f"{mean_rise:+.3f} ± {rise_error:.3f} nats on the data {kind}")
+            is_worse_by.append(harms_anyway(present[part], good[part]))
+    if not told_rises:
+        return True, "too few samples are known that could show whether the state is as good as before"
+    reason = f"the present state differs from that before by {', '.join(told_rises)}"
+    given_norm, repeated_norm = norms
+    if not given_norm < REPEATED * repeated_norm:
+        reason += (
+            f"; its gradient norm was {given_norm:.3g}, and is {repeated_norm:.3g} when it is computed again"
+        )
+        return True, reason
+    return all(is_worse_by), reason
 
 
 class SampleExaminer:
@@ -255,6 +294,8 @@ class SampleExaminer:
         self.bad_by_step: dict[int, list[int]] = {}  # named so far, and skipped
         self._read_steps = deque[ReadStep]()  # of this rank, ascending
         self._sample_count = 0  # of them
+        # Samples that are read between the next copy and the one after it, and their losses at the last copy.
+        self._probe: tuple[Int64s, Floats] | None = None
 
     def remember_step(self, read_step: ReadStep) -> None:
         """From the oldest copy on, and before it as many as are compared with."""
@@ -273,8 +314,13 @@ class SampleExaminer:
     def knows_ids(self) -> bool:
         return bool(self._read_steps)
 
+    def has_named_since(self, onset: int) -> bool:
+        """Whether bad samples of single updates were named."""
+        return any(bad_ids for step, bad_ids in self.bad_by_step.items() if step >= onset)
+
     def forget_after(self, step: int) -> None:
         """Steps that are undone."""
+        self._probe = None
         while self._read_steps and self._read_steps[-1].step > step:
             self._sample_count -= len(self._read_steps.pop().ids)
 
@@ -321,6 +367,14 @@ class SampleExaminer:
                 harmless_count += len(chosen_numbers)
         return window, harmless_steps[::-1]
 
+    def choose_compared(self, evidence: SampleEvidence, start: int) -> tuple[Int64s, int]:
+        """Samples that tell whether the present state is worse than that after step `start`: of the data to come, and,
+        behind so many of these, such that both states have read. Collective."""
+        window_ids, coming_ids = _ids_of(evidence.window), _ids_of(evidence.coming)
+        coming_ids = spread_evenly(coming_ids[~np.isin(coming_ids, window_ids)])
+        _, known_steps = self.read_since(start + 1)
+        return np.concatenate([coming_ids, _ids_of(known_steps)[-COMING:]]), coming_ids.size
+
     def examine_refused(self, step: int) -> Conclusion | None:
         """Which samples of a refused update are bad: by the losses of the forward passes, if all are known, else
         measured on the present state. None: there are no ids, or nothing to measure by. Collective."""
@@ -355,10 +409,10 @@ class SampleExaminer:
                 return
             self.copies.restore_before(newest_copy.step)
 
-    def read_ahead(self, step: int) -> list[ReadStep]:
-        """The `FARTHEST` steps behind `step`, if the loop tells them. Collective."""
+    def read_ahead(self, step: int, farthest: int = FARTHEST) -> list[ReadStep]:
+        """The `farthest` steps behind `step`, if the loop tells them. Collective."""
         batch_size = max(gather_objects(len(self._read_steps[-1].ids)))
-        next_ids = list(self.ahead(FARTHEST * batch_size)) if self.ahead is not None else []
+        next_ids = list(self.ahead(farthest * batch_size)) if self.ahead is not None else []
         batch_starts = range(0, len(next_ids) - batch_size + 1, max(1, batch_size))
         return gather_steps(
             [
@@ -372,6 +426,31 @@ class SampleExaminer:
                 for number, batch_start in enumerate(batch_starts, 1)
             ]
         )
+
+    def take_probe(self, step: int) -> None:
+        """Measure the present state of after `step`, of which a copy was taken, on samples that are read after the next
+        copy. Collective."""
+        assert self.copies is not None
+        self._probe = None
+        if self.replay is None or self.ahead is None or not self._read_steps:
+            return
+        next_copy = step + self.copies.interval
+        coming_steps = self.read_ahead(step + 1, self.copies.interval + WINDOW)
+        probe_ids = spread_evenly(_ids_of([kept for kept in coming_steps if kept.step > next_copy + 1]))
+        if probe_ids.size >= COMING // 2:
+            self._probe = probe_ids, self.measure_losses(probe_ids)
+
+    def find_rise(self) -> str:
+        """By how much the present state is worse than at the last copy, as a sentence; "": it is not. Collective."""
+        if self._probe is None:
+            return ""
+        probe_ids, losses_then = self._probe
+        present_losses = self.measure_losses(probe_ids)
+        if not share_first(partial(is_worse, present_losses, losses_then)):
+            return ""
+        mean_rise, rise_error = mean_difference(present_losses, losses_then)
+        told_rise = f"{mean_rise:.3f} ± {rise_error:.3f} nats harder than at the last copy"
+        return f"{probe_ids.size} samples that are not read yet are {told_rise}"
 
     def examine_window(
         self, window: Sequence[ReadStep], coming: Sequence[ReadStep], harmless: Sequence[ReadStep]
@@ -502,10 +581,7 @@ class SampleExaminer:
             for number, batch in enumerate(batches):
                 for group, copied_rate in zip(groups, copied_rates, strict=True) if rates else ():
                     set_rate(group, copied_rate * rates[number] / max(copied_rates))
-                own_ids = self._own_part(batch)
-                for id_part in own_ids:
-                    (self._ask_replay(id_part).sum() / own_ids.size).backward()
-                gradient_norm = measure_norm()
+                gradient_norm = self._compute_gradient(batch, measure_norm)
                 if math.isfinite(gradient_norm):
                     self._shrink_gradients(min(1.0, usual_norm / max(gradient_norm, 1e-12)))
                     for optimizer in self.copies.optimizers:
@@ -515,6 +591,22 @@ class SampleExaminer:
             return self.measure_losses(measured)
         finally:
             self.copies.restore_copy(start)
+
+    def measure_gradient(self, measure_norm: Callable[[], float]) -> float:
+        """The norm of the gradient of the last step, computed again; gradients are cleared. Collective."""
+        assert self.copies is not None
+        read_ids = _ids_of(gather_steps([self._read_steps[-1]]))
+        gradient_norm = self._compute_gradient(read_ids, measure_norm)
+        for optimizer in self.copies.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return gradient_norm
+
+    def _compute_gradient(self, ids: Int64s, measure_norm: Callable[[], float]) -> float:
+        """Add the gradient of the mean loss of samples; the norm of all."""
+        own_ids = self._own_part(ids)
+        for id_part in own_ids:
+            (self._ask_replay(id_part).sum() / own_ids.size).backward()
+        return measure_norm()
 
     def measure_losses(self, ids: Int64s) -> Floats:
         """Of samples on the present state, fp64 [n], nats; every rank measures as many. Collective."""

@@ -4,7 +4,7 @@ them. What is only new is trained through."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megastable_guard.sample_examiner import (
     can_train,
     choose_outlook,
     choose_sample_remedy,
+    compare_states,
     judge_losses,
 )
 from megastable_guard.trials import HarmTrial, TrialVerdict
@@ -76,12 +77,13 @@ class Chain(nn.Module):
 
 class NamingLoop:
     """A loop with ids. skip: from the beginning; losses: gives `sample_losses` instead of a replay; ahead: tells what
-    it reads next; names: gives ids; holds: calls the optimizer in any case."""
+    it reads next; names: gives ids; holds: calls the optimizer in any case; false_rises: nats that are added to the
+    loss of steps that is told; spoilt: steps whose gradient becomes another one."""
 
     def __init__(
         self, samples: Tensor, seed: int = 0, skip: Sequence[int] = (),
         wrap: Callable[[Any], Any] = lambda model: model, losses: bool = False, ahead: bool = True, names: bool = True,
-        holds: bool = False, **options: Any,
+        holds: bool = False, false_rises: Mapping[int, float] | None = None, spoilt: Sequence[int] = (), **options: Any,
     ) -> None:  # fmt: skip
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.samples, self.factors = samples, torch.ones(SAMPLES)
@@ -91,6 +93,7 @@ class NamingLoop:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         self.guard = Guard(self.model, self.optimizer, self.scheduler, interval=20, **options)
         self.losses, self.names, self.holds = losses, names, holds
+        self.false_rises, self.spoilt = false_rises or {}, set(spoilt)
         if holds:
             self.guard.hold_refused(self.scheduler)
         self.sampler = SkippableSampler(
@@ -124,7 +127,12 @@ class NamingLoop:
             given: dict[str, Any] = {"sample_ids": ids} if self.names else {}
             if self.losses:
                 given["sample_losses"] = losses.detach()
-            verdict = self.guard.check(loss=losses.mean().detach(), **given)
+            step = self.guard.step + 1
+            if step in self.spoilt:
+                for parameter in self.model.parameters():
+                    parameter.grad = 30 * torch.randn_like(parameter)
+            told_loss = losses.mean().detach() + self.false_rises.get(step, 0.0)
+            verdict = self.guard.check(loss=told_loss, **given)
             if verdict.apply:
                 self.optimizer.step()
                 self.scheduler.step()
@@ -213,7 +221,8 @@ def test_a_refused_update_loses_its_bad_samples_alone(losses: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_new_data_is_trained_through(count: int, tmp_path: Path) -> None:
-    """No sample of it is lost, though its first update was refused, with samples named; and no trouble follows."""
+    """No sample of it is lost, though its first update was refused, and no trouble follows. Nothing is undone, but
+    where that update has named samples, which are read again behind a rewind."""
     new = choose_samples(1, [count] * 100)
     loop = NamingLoop(write_samples(1, new=new), seed=1, run_dir=tmp_path).train(STEPS)
     trials = read_events(tmp_path, "branches_tried")
@@ -224,7 +233,8 @@ def test_new_data_is_trained_through(count: int, tmp_path: Path) -> None:
     assert remembered == sorted(set(remembered)) and remembered[-1] == STEPS
     policy_state = loop.guard.judge.policy.state
     assert not policy_state.watching and Action.REWIND not in [past.action for past in policy_state.taken]
-    assert loop.verdicts[-1].rewind and not loop.sampler._skipped and not loop.sampler._deferred
+    assert loop.verdicts[-1].rewind == (count < BATCH) and not loop.sampler._skipped
+    assert len(loop.sampler._deferred) == (0 if count < BATCH else BATCH)
     order = list(SkippableSampler(SAMPLES, BATCH, seed=1))
     assert loop.sampler.look_ahead(16) == order[STEPS * BATCH :][:16]
 
@@ -336,6 +346,91 @@ def test_a_damaged_state_is_no_good_state_and_its_data_not_bad(tmp_path: Path) -
         and not loop.named
         and loop.deferred
     )
+
+
+def look_at_false_alarm(
+    wrap: Callable[[Any], Any], run: Path | None = None
+) -> tuple[int, list[StepVerdict], bool]:
+    """How often the run was looked at, its verdicts, and whether it ends as a run that was not."""
+    false_rises, looks = dict.fromkeys(range(100, 112), 1.5), list[bool]()
+    loop = NamingLoop(write_samples(0), wrap=wrap, false_rises=false_rises, run_dir=run)
+    examine_incident = loop.guard._examine_incident
+
+    def count_looks(*given: Any) -> Any:
+        examined = examine_incident(*given)
+        looks.append(examined.is_over)
+        return examined
+
+    loop.guard._examine_incident = count_looks  # type: ignore[method-assign]
+    loop.train(STEPS)
+    undisturbed = NamingLoop(write_samples(0), wrap=wrap, names=False).train(STEPS)
+    assert all(looks)
+    return len(looks), loop.verdicts, same(loop.read_state(), undisturbed.read_state())
+
+
+def test_an_alarm_without_trouble_undoes_nothing(tmp_path: Path) -> None:
+    """Its look at the state before leaves no trace: weights, moments, gradients, random states, schedule. While the
+    alarm lasts the run is looked at seldom; the page shows an incident that was trained through."""
+    looks, verdicts, is_same = look_at_false_alarm(as_is, tmp_path)
+    assert 1 <= looks <= 3 and not verdicts and is_same
+    incidents = read_events(tmp_path, "incident")
+    assert [line["what"] for line in incidents if line["what"] != "attributed"][:1] == ["opened"]
+    summary = incidents[-1]["summary"]
+    assert (summary["cause"], summary["actions"], summary["outcome"]) == ("new_data", ["apply"], "healed")
+    assert "none of the" in summary["reasons"][-1] and "nats on the data to come" in summary["reasons"][-1]
+
+
+@pytest.mark.parametrize("wrap", [as_ddp, as_fsdp])
+def test_ranks_look_at_an_alarm_without_a_trace(wrap: Callable[[Any], Any]) -> None:
+    told = run_ranks(2, look_at_false_alarm, wrap)
+    assert told[0] == told[1] and told[0][0] and not told[0][1] and told[0][2]
+
+
+def test_a_gradient_that_its_data_does_not_give_is_no_false_alarm(tmp_path: Path) -> None:
+    """The state is as good as before, as nothing of it was applied, and no sample is bad."""
+    spoilt, run = range(100, 105), tmp_path
+    loop = NamingLoop(write_samples(0), spoilt=spoilt, false_rises=dict.fromkeys(spoilt, 1.5), run_dir=run)
+    loop.train(102)
+    assert [verdict.rewind for verdict in loop.verdicts][:2] == [False, True]
+    reasons = read_events(run, "incident")[-1]["summary"]["reasons"]
+    assert any("when it is computed again" in reason for reason in reasons)
+
+
+def test_a_state_that_gets_worse_unseen_is_found_before_a_copy_is_taken(tmp_path: Path) -> None:
+    """The loss that is told stays on its trend; the samples that are measured before every copy do not."""
+    loop = NamingLoop(write_samples(0), run_dir=tmp_path).train(88)
+    assert loop.guard.copies and loop.guard.copies.steps[-1] == 80
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+
+    def tell_expected(loss: float, norm: float, *given: Any) -> tuple[float, float, bool]:
+        loss_trend, norm_trend = loop.guard.judge.detector.expect_next()
+        assert loss_trend and norm_trend
+        return loss_trend.level, float(np.exp(norm_trend.level)), True
+
+    loop.guard._average_over_ranks = tell_expected  # type: ignore[method-assign]
+    loop.train(101)
+    assert [(verdict.step, verdict.rewind) for verdict in loop.verdicts] == [(101, True)]
+    assert loop.returned == [80] and "harder than at the last copy" in loop.verdicts[0].reason
+    assert read_events(tmp_path, "incident")[0]["verdict"] == "damage"
+
+
+def test_two_states_are_compared_by_both_kinds_of_data() -> None:
+    good = np.linspace(2.0, 4.0, 128)
+    worse_to_come = good + 0.1 * (np.arange(128) < 64)
+    worse_of_before = good + 0.1 * (np.arange(128) >= 64)
+    for present, is_worse in (
+        (good, False),
+        (worse_to_come, False),
+        (worse_of_before, False),
+        (good + 0.1, True),
+    ):
+        assert compare_states(present, good, 64, (1.0, 1.0))[0] is is_worse
+    assert compare_states(good + 0.1, good, 0, (1.0, 1.0))[0]  # what comes is not known
+    assert compare_states(worse_to_come[:90], good[:90], 64, (1.0, 1.0))[0]  # what was read is hardly known
+    assert compare_states(good[:31], good[:31], 31, (1.0, 1.0))[0]  # nothing is
+    assert compare_states(good, good, 64, (2.1, 1.0))[0] and compare_states(good, good, 64, (1.0, np.nan))[0]
 
 
 def test_judge_losses_names_few_harmless_samples() -> None:
