@@ -219,7 +219,8 @@ class Guard:
             self.samples.remember_step(
                 ReadStep(self.step, own_ids, own_losses, not was_refused, norm_value, scheduled_rate)
             )
-        if judged_before and is_good and step_decision.action is Action.APPLY:
+        is_shifted = step_decision.finding.verdict is Verdict.SHIFT and self.step > self._calm_until
+        if step_decision.action is Action.APPLY and (is_shifted or (judged_before and is_good)):
             step_decision = self._compare_with_copy(step_decision)
         step_decision, self._examined = self._look_before_rewind(step_decision, norm_value)
         is_good = (is_good and step_decision.applies) or (
@@ -326,18 +327,28 @@ class Guard:
         self.record.note_cause(found.cause, found.reason, self.skipped)
 
     def _compare_with_copy(self, decision: Decision) -> Decision:
-        """The decision on a healthy step before which a copy is due: the steps since the last one are looked at, if the
-        state has become worse, though the loss has told nothing."""
-        assert self.copies is not None
-        rise = self.samples.find_rise()
-        oldest_copy = self.copies.steps[0] if self.copies.steps else None
-        if not rise or oldest_copy is None or not self.judge.detector.has_trend:
+        """The decision on a step before which a copy is due, or whose loss has another level with an ordinary gradient,
+        as of other data: the steps since are looked at, if the state has become worse."""
+        finding, policy = decision.finding, self.judge.policy
+        oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
+        if self.copies is None or oldest_copy is None or not self.judge.detector.has_trend:
             return decision
-        onset = self.copies.steps[-1] + 1
-        if not self.judge.policy.may_look_back(self.step, onset, oldest_copy):
-            return decision
-        damage_finding = Finding(self.step, Verdict.DAMAGE, 1.0, onset, rise, on_trend=False)
-        return self.judge.policy.undo_steps(damage_finding, rise)
+        is_shift = finding.verdict is Verdict.SHIFT
+        onset = finding.onset if is_shift else self.copies.steps[-1] + 1
+        rise = self.samples.find_rise() if policy.may_look_back(self.step, onset, oldest_copy) else ""
+        if rise:
+            return policy.undo_steps(
+                Finding(self.step, Verdict.DAMAGE, 1.0, onset, rise, on_trend=False), rise
+            )
+        if is_shift:
+            self._keep_calm()
+        return decision
+
+    def _keep_calm(self) -> None:
+        """Nothing was wrong: what goes on is looked at again later, and later each time."""
+        is_soon = self.step <= self._calm_until + CALM
+        self._calm_steps = 2 * self._calm_steps if is_soon else CALM
+        self._calm_until = self.step + self._calm_steps
 
     def _look_before_rewind(
         self, decision: Decision, norm: float
@@ -359,9 +370,7 @@ class Guard:
                 self.judge.detector.begin_again()
                 self._cleared = self.step
             else:
-                is_soon = self.step <= self._calm_until + CALM
-                self._calm_steps = 2 * self._calm_steps if is_soon else CALM
-                self._calm_until = self.step + self._calm_steps
+                self._keep_calm()
         policy.trained_through(alone=not self.record.has_rewound)
         return replace(decision, action=Action.APPLY, reason=reason), examined
 

@@ -461,19 +461,26 @@ class SampleExaminer:
         known_ids, reach = _ids_of(harmless), 0
         known_losses = self.measure_losses(known_ids)
         examined_ids = _ids_of(window)
-        examined_losses = window_losses = self.measure_losses(examined_ids)
-        while True:
-            found = share_first(partial(judge_losses, examined_ids, examined_losses, known_losses))
-            last_ids = _ids_of([*window, *coming[:reach]][-CLEAN:] if reach else window)
-            if not np.isin(last_ids, found.bad_positions).any() or not coming:
-                return found, [*window, *coming[:reach]]
+        examined_losses = self.measure_losses(examined_ids)
+        found = found_in_window = share_first(
+            partial(judge_losses, examined_ids, examined_losses, known_losses)
+        )
+        region, last_ids = list(window), examined_ids
+        while np.isin(last_ids, found.bad_positions).any() and coming:
             if reach == len(coming):
-                found = share_first(partial(judge_losses, _ids_of(window), window_losses, known_losses))
-                return found, list(window)
+                return found_in_window, list(window)
             further_ids = _ids_of(coming[reach : 2 * reach + CLEAN])
             reach = min(len(coming), 2 * reach + CLEAN)
             examined_ids = np.concatenate([examined_ids, further_ids])
             examined_losses = np.concatenate([examined_losses, self.measure_losses(further_ids)])
+            found_further = share_first(partial(judge_losses, examined_ids, examined_losses, known_losses))
+            if (
+                not found_further.bad_positions
+            ):  # a crowd that is lost among so many harmless ones was one all the same
+                break
+            found, region = found_further, [*window, *coming[:reach]]
+            last_ids = _ids_of(region[-CLEAN:])
+        return found, region
 
     def try_suspects(
         self, found: Conclusion, region: Sequence[ReadStep], coming: Sequence[ReadStep],
