@@ -24,7 +24,7 @@ from drills.court_scenarios import (
 )
 from drills.exercise import Column, Drill, Exercise, Watch, describe_only
 from drills.runner import read_done, run_drill
-from drills.scenario import GLOBAL_BATCH, SEARCH, Policy, Scenario
+from drills.scenario import GLOBAL_BATCH, SEARCH, Scenario
 from drills.score import Score
 from drills.stage import RECIPE, Stage
 from megastable.data.manifest import Manifest
@@ -40,7 +40,6 @@ BY_NAME = {case.name: case for case in CASES}
 START = 30  # steps: refusals before are the recipe's, not the scenario's
 EVALUATED = 512  # validation samples
 CROWD = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
-WITHOUT = "-without"  # ending of a run with the guard off
 
 
 class CourtStage(Stage):
@@ -64,7 +63,7 @@ class CourtStage(Stage):
         self.recipe.write_text(yaml.safe_dump(tree))
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Planted | None]:
-        case = BY_NAME[scenario.name.removesuffix(WITHOUT)]
+        case = BY_NAME[scenario.name]
         places = case.lay(np.random.default_rng((self.seed, 1)))
         corpus_folder = self.folder / f"{case.name}-{self.seed}"
         write_corpus(self.texts, corpus_folder, self.seed, places, case.held)
@@ -75,25 +74,25 @@ class CourtStage(Stage):
 
 
 def run_case(
-    folder: Path, case: Case, seed: int, ending: str = "", *overrides: str, watch: Watch = lambda step: None
+    folder: Path, case: Case, seed: int, watch: Watch = lambda step: None, guarded: bool = True
 ) -> tuple[RunDirectory, Score]:
-    """Run a scenario, or read the results of the same run by the same code. ending: of the run's name."""
+    """Run a scenario, or read the results of the same run by the same code. guarded: False: with the guard off."""
     court_stage = CourtStage(folder, seed, case.steps, case.ranks)
     court_stage.prepare()
-    settings = (f"train.steps={case.steps}", *overrides)
-    scenario = Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
-    run_score = run_drill(court_stage, scenario, Policy.OURS, watch, jobs=CROWD)
-    return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), run_score
+    settings = (f"train.steps={case.steps}",)
+    scenario = Scenario(case.name, case.title, frozenset(), "", fault=case.fault, overrides=settings)
+    run_score = run_drill(court_stage, scenario, watch, CROWD, guarded)
+    return court_stage.name_run(case.name, guarded), run_score
 
 
 def run_without(folder: Path, case: Case, seed: int) -> float | None:
     """The loss of a scenario with the guard off. It is run once for the same data: later versions of the judgement do
     not change it."""
-    run = RunDirectory(folder / "runs" / f"{case.name}{WITHOUT}-{Policy.OURS}-{seed}")
+    run = CourtStage(folder, seed).name_run(case.name, guarded=False)
     data_note = run.root.with_name(f"{run.root.name}.data")
     told = Manifest.load_manifest(folder / f"{case.name}-{seed}").fingerprint() if data_note.exists() else ""
     if not told or data_note.read_text() != told or read_done(run) is None:
-        run_case(folder, case, seed, WITHOUT, "stability.enabled=false")
+        run_case(folder, case, seed, guarded=False)
         data_note.write_text(Manifest.load_manifest(folder / f"{case.name}-{seed}").fingerprint())
     loss = json.loads(run.summary.read_text()).get("val_loss") if run.summary.exists() else None
     return None if loss is None else float(loss)

@@ -91,10 +91,6 @@ class Drill(ABC, Generic[Result]):
         """The outcomes, with what only shows beside others."""
         return list(outcomes)
 
-    def is_marked(self, row: Sequence[Result]) -> bool:
-        """Whether a row of the table is in bold."""
-        return False
-
     def report_outcomes(self, outcomes: Sequence[Result]) -> Any:
         """All facts, for JSON."""
         return [one_outcome.model_dump(mode="json") for one_outcome in outcomes]
@@ -138,7 +134,7 @@ class Drill(ABC, Generic[Result]):
                 cells = next(cells_of)
                 if number:
                     cells[0] = ""
-                styles = [_choose_style(column, row, self.is_marked(row)) for column in self.columns]
+                styles = ["bold red" if column.is_missed(row) else "" for column in self.columns]
                 shown.add_row(*(Text(cells[i], styles[i]) for i in filled))
             if apart:
                 shown.add_section()
@@ -197,9 +193,3 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return [outcome for future in futures for outcome in future.result()]
-
-
-def _choose_style(column: Column[Item], row: Sequence[Item], marked: bool) -> str:
-    if column.is_missed(row):
-        return "bold red"
-    return "bold" if marked else ""

@@ -1,4 +1,4 @@
-"""Drills of learning: small trainings with planted faults, under each policy, beside a clean one."""
+"""Drills of learning: small trainings with planted faults, beside a clean one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from drills.scenario import (
     SLOW,
     STEPS,
     THIN,
-    Policy,
     Scenario,
 )
 from drills.score import TARGET, WRONG, Score, compare_scores, is_better, is_within
@@ -59,13 +58,12 @@ def list_scenarios() -> list[str]:
     return [f"{one_scenario.name}: {one_scenario.title}" for one_scenario in EVERY]
 
 
-def _each(cell: Callable[[Score], object], always: bool = False) -> Callable[[Sequence[Score]], str]:
-    """The cells of all seeds of a row; equal ones are shown once. always: not only of ours."""
+def _each(cell: Callable[[Score], object]) -> Callable[[Sequence[Score]], str]:
+    """The cells of all seeds of a row; equal ones are shown once."""
 
     def describe(row: Sequence[Score]) -> str:
         cells = [str(cell(one_score)) for one_score in row]
-        is_shown = always or row[0].policy is Policy.OURS
-        return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells) if is_shown else ""
+        return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells)
 
     return describe
 
@@ -81,9 +79,11 @@ def _describe_warnings(s: Score) -> str:
     return f"{s.warnings}{warned_mark}"
 
 
-def _judged(found: Sequence[str], right: bool | None) -> str:
-    if right is None:
-        return ""
+def _describe_without(s: Score) -> str:
+    return f"{s.without:.4f}" if isinstance(s.without, float) else s.without or ""
+
+
+def _judged(found: Sequence[str], right: bool) -> str:
     return f"{' and '.join(dict.fromkeys(found)) or 'none'} {'✓' if right else '✗'}"
 
 
@@ -98,15 +98,15 @@ def describe_ends(row: Sequence[Score]) -> str:
 
 COLUMNS: tuple[Column[Score], ...] = (
     Column("scenario", lambda row: row[0].scenario, left=True),
-    Column("policy", lambda row: row[0].policy, left=True),
     Column("val\nloss", describe_ends),
-    Column("minus\nclean", _each(_describe_excess, always=True),
-           lambda row: _is_ours(row) and any(not s.clean and not is_within(s) for s in row)),
+    Column("minus\nclean", _each(_describe_excess),
+           lambda row: any(not s.clean and not is_within(s) for s in row)),
+    Column("loss without\nthe guard", _each(_describe_without)),
     Column("bad\nfound", _each(lambda s: f"{s.fate.skipped}/{s.fate.planted}" if s.fate.planted else "")),
-    Column("clean\nlost", _each(lambda s: s.fate.lost), lambda row: _is_ours(row) and any(s.fate.lost for s in row)),
+    Column("clean\nlost", _each(lambda s: s.fate.lost), lambda row: any(s.fate.lost for s in row)),
     Column("put\noff", _each(lambda s: s.fate.deferred)),
     Column("steps\nlost", _each(lambda s: s.steps_lost)),
-    Column("batches\nrefused", _each(lambda s: s.discarded, always=True)),
+    Column("batches\nrefused", _each(lambda s: s.discarded)),
     Column("inci-\ndents", _each(lambda s: s.incidents)),
     Column("re-\nwinds", _each(lambda s: s.rewinds)),
     Column("cuts", _each(lambda s: s.cuts)),
@@ -117,34 +117,30 @@ COLUMNS: tuple[Column[Score], ...] = (
     Column("exit", _each(lambda s: "" if s.exit is None else s.exit)),
     Column("seconds to\nrecover", _each(
         lambda s: "" if s.seconds_to_recover is None else f"{s.seconds_to_recover:.1f}")),
-    Column("false\nalarms", _each(lambda s: s.false_alarms, always=True)),
+    Column("false\nalarms", _each(lambda s: s.false_alarms)),
     Column("class", _each(lambda s: _judged(s.kinds, s.kind_right)), left=True),
     Column("cause", _each(lambda s: _judged(s.causes, s.cause_right)),
-           lambda row: _is_ours(row) and any(s.cause_right is False for s in row), left=True),
+           lambda row: not all(s.cause_right for s in row), left=True),
 )  # fmt: skip
 
 
-def _is_ours(row: Sequence[Score]) -> bool:
-    return row[0].policy is Policy.OURS
-
-
 class LearningDrill(Drill[Score]):
-    """Of the scenarios in `names`, under each policy and with each seed."""
+    """Of the scenarios in `names`, with each seed."""
 
     columns = COLUMNS
 
     def __init__(
         self,
         names: Sequence[str],
-        policies: Sequence[Policy],
         seeds: Sequence[int],
+        control: bool = False,
         text: Path | None = None,
         ranks: int = 2,
         layers: int = 2,
         jobs: int = 1,
         quick: bool = False,
     ) -> None:
-        """Raises ConfigError."""
+        """control: each run also with the guard off. Raises ConfigError."""
         self.scenarios = choose_scenarios(names or (list(QUICK) if quick else []))
         if text is not None and not text.exists():
             raise ConfigError(f"--text {text}: there is no such file or folder")
@@ -156,53 +152,48 @@ class LearningDrill(Drill[Score]):
             self.scenarios = [scenario.at_step(QUICK_FAULT_STEP) for scenario in self.scenarios]
         steps, text = QUICK_STEPS if quick else STEPS, text and text.resolve()
         self.stage = Stage(Path(), 0, steps, ranks, layers, text)
-        self.policies, self.seeds, self.jobs = policies, seeds, jobs
+        self.seeds, self.control, self.jobs = seeds, control, jobs
 
     def plan_exercises(self, folder: Path) -> list[Exercise[Score]]:
-        """The clean runs first, then every scenario under every policy, with every seed."""
+        """The clean runs first, then every scenario, with every seed."""
         stage_by_seed = [replace(self.stage, folder=folder, seed=seed) for seed in self.seeds]
         for stage in stage_by_seed:
             stage.prepare()
         all_scenarios = (*references(self.scenarios), *self.scenarios)
         return [
-            Exercise(f"{s.name}, {p}, seed {stage.seed}", stage.steps, partial(self._run, stage, s, p))
+            Exercise(f"{s.name}, seed {stage.seed}", stage.steps, partial(self._run, stage, s))
             for s in all_scenarios
-            for p in self.policies
             for stage in stage_by_seed
         ]
 
-    def _run(self, stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> list[Score]:
-        return [run_drill(stage, scenario, policy, watch, self.jobs)]
+    def _run(self, stage: Stage, scenario: Scenario, watch: Watch) -> list[Score]:
+        own_score = run_drill(stage, scenario, watch, self.jobs)
+        if not self.control:
+            return [own_score]
+        bare_score = run_drill(stage, scenario, watch, self.jobs, guarded=False)
+        without = bare_score.describe_end() if bare_score.val_loss is None else bare_score.val_loss
+        return [own_score.model_copy(update={"without": without})]
 
     def row_of(self, outcome: Score) -> tuple[Hashable, Hashable]:
-        return outcome.scenario, outcome.policy
-
-    def is_marked(self, row: Sequence[Score]) -> bool:
-        return _is_ours(row)
+        return outcome.scenario, outcome.scenario
 
     def compare_outcomes(self, outcomes: Sequence[Score]) -> list[Score]:
         return compare_scores(outcomes)
 
     def is_met(self, outcomes: Sequence[Score]) -> bool:
-        """None of ours ends worse or loses a clean sample for good, and at most one in 12 causes is wrong."""
-        every = [s for s in outcomes if s.policy is Policy.OURS]
-        ours = [s for s in every if not s.clean]
-        wrong = sum(not s.cause_right for s in ours)
-        return (
-            all(map(is_within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
-        )
+        """None ends worse or loses a clean sample for good, and at most one in 12 causes is wrong."""
+        drilled = [s for s in outcomes if not s.clean]
+        wrong = sum(not s.cause_right for s in drilled)
+        is_any_lost = any(s.fate.lost for s in outcomes)
+        return all(map(is_within, drilled)) and wrong <= len(drilled) // WRONG and not is_any_lost
 
     def describe_verdict(self, outcomes: Sequence[Score]) -> str:
-        """Of ours."""
-        own_scores = [s for s in outcomes if s.policy is Policy.OURS]
-        ours = [s for s in own_scores if not s.clean]
-        if not ours:
-            return "ours was not among the policies: there is no target to meet"
-        well, right = sum(map(is_within, ours)), sum(bool(s.cause_right) for s in ours)
-        gained_count = sum(is_within(s) and is_better(s) for s in ours)
-        alarms, lost = sum(s.false_alarms for s in own_scores), sum(s.fate.lost for s in own_scores)
+        drilled = [s for s in outcomes if not s.clean]
+        well, right = sum(map(is_within, drilled)), sum(s.cause_right for s in drilled)
+        gained_count = sum(is_within(s) and is_better(s) for s in drilled)
+        alarms, lost = sum(s.false_alarms for s in outcomes), sum(s.fate.lost for s in outcomes)
         return (
-            f"ours: {well} of {len(ours)} at most {TARGET} nat worse than the clean run (or warned of, where that is "
+            f"{well} of {len(drilled)} at most {TARGET} nat worse than the clean run (or warned of, where that is "
             f"asked for){', ' + str(gained_count) + ' of them better by more than that' if gained_count else ''}, "
-            f"cause right in {right} of {len(ours)}, {lost} clean samples lost for good, {alarms} false alarms"
+            f"cause right in {right} of {len(drilled)}, {lost} clean samples lost for good, {alarms} false alarms"
         )

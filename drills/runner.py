@@ -1,4 +1,4 @@
-"""Run drills: real runs with planted faults, a few ranks on the CPU by the deepspeed launcher, ours supervised."""
+"""Run drills: real runs with planted faults, a few ranks on the CPU, under the supervisor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drills.exercise import Watch
-from drills.scenario import SEARCH, VARIABLE, Outside, Plan, Policy, Scenario
+from drills.scenario import SEARCH, VARIABLE, Outside, Plan, Scenario
 from drills.score import Score, find_fate, score_run
-from drills.stage import OVERRIDES, Stage
+from drills.stage import Stage
 from megastable.base import durable
-from megastable.base.errors import CheckpointError, MegastableError
+from megastable.base.errors import MegastableError
 from megastable.base.process import ROOT
-from megastable.cluster.launcher import LAUNCHER, find_free_port
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.run.directory import RunDirectory
@@ -36,7 +35,6 @@ GONE_SECONDS = 10.0  # after SIGKILL; a process still alive then is stuck in the
 WORKER = "drills.worker"
 POLL = 0.1
 LIMIT = 1200.0  # seconds of a run; alone on two cores, each takes less than a tenth
-HUNG = 20.0  # seconds without a step after which an unsupervised run counts as hung
 
 CODE = tuple(ROOT / name for name in ("megastable", "guard", "tools", "drills"))
 # Code without influence on the runs: it may change between the runs of a table.
@@ -63,29 +61,29 @@ class Done(BaseModel):
     wall_seconds: float
 
 
-def run_drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
+def run_drill(stage: Stage, scenario: Scenario, watch: Watch, jobs: int = 1, guarded: bool = True) -> Score:
     """One run from its start to its end, or its existing results. Leaves no process behind.
 
     watch: called repeatedly with the step; an exception in it ends the run. jobs: number of runs that share the
-    machine. Raises MegastableError for a run that does not start.
+    machine. guarded: False: with the guard off, to see what the fault does by itself. Raises MegastableError for a run
+    that does not start.
     """
     with PREPARING:
         corpus_folder, planted = stage.corpus_of(scenario)
-    run = RunDirectory(stage.folder / "runs" / f"{scenario.name}-{policy}-{stage.seed}")
+    run = stage.name_run(scenario.name, guarded)
     wanted_plan = Plan(
-        policy=policy,
         run=run.root,
         seed=stage.seed,
         fault=scenario.fault and scenario.fault.with_ranks(stage.ranks),
     )
-    run_overrides = [*OVERRIDES[policy], *scenario.overrides]
+    run_overrides = [*scenario.overrides, f"stability.enabled={json.dumps(guarded)}"]
     run_overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus_folder}}}]"]
     conditions_hash = conditions(stage, scenario, wanted_plan, run_overrides, corpus_folder)
     done = read_done(run)
     if done is None or done.conditions != conditions_hash:
         done = _run(stage, scenario, wanted_plan, run_overrides, conditions_hash, planted, watch, jobs)
     return score_run(
-        run.root, scenario, policy, stage.seed, find_fate(run.root, done.planted), struck=done.struck, code=done.exit,
+        run.root, scenario, stage.seed, find_fate(run.root, done.planted), struck=done.struck, code=done.exit,
         wall_seconds=done.wall_seconds,
     )  # fmt: skip
 
@@ -119,7 +117,7 @@ def _run(
     stage: Stage, scenario: Scenario, wanted: Plan, overrides: list[str], told: str, planted: Planted | None,
     watch: Watch, jobs: int,
 ) -> Done:  # fmt: skip
-    run, policy = RunDirectory(wanted.run), wanted.policy
+    run = RunDirectory(wanted.run)
     plan, log_path, note, search = (_beside(run, ending) for ending in (".json", ".log", ".done", SEARCH))
     for file in (note, log_path, search):
         file.unlink(missing_ok=True)
@@ -127,9 +125,9 @@ def _run(
     run.root.mkdir(parents=True)
     plan.write_text(wanted.model_dump_json(indent=1))
     begin_time = time.monotonic()
-    command_words = command(policy, stage.recipe, overrides, stage.ranks)
+    command_words = command(stage.recipe, overrides, stage.ranks)
     with Family(plan, command_words, log_path, environment(stage.ranks * jobs)) as family:
-        struck = _attend(family, run, scenario, policy, stage.ranks, watch)
+        struck = _attend(family, run, scenario, stage.ranks, watch)
         code = family.parent.poll()
     seconds = time.monotonic() - begin_time
     if not step_of(run) and not run.summary.exists():
@@ -142,14 +140,12 @@ def _run(
     return done
 
 
-def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> list[str]:
-    """The command of a run: the supervisor for ours, the bare launcher for the others."""
-    count_words = ["--num_gpus", str(ranks)]
-    if policy is Policy.OURS:
-        supervise = str(ROOT / "launch/supervise.py")
-        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count_words]
-    port_words = ["--master_port", str(find_free_port())]
-    return [*LAUNCHER, *count_words, *port_words, "--module", WORKER, str(recipe), *overrides]
+def command(recipe: Path, overrides: list[str], ranks: int) -> list[str]:
+    """The command of a run, under the supervisor."""
+    supervise = str(ROOT / "launch/supervise.py")
+    return [
+        sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", "--num_gpus", str(ranks)
+    ]  # fmt: skip
 
 
 def environment(processes: int) -> dict[str, str]:
@@ -160,17 +156,12 @@ def environment(processes: int) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": thread_count, "PYTHONPATH": path}
 
 
-def _attend(
-    family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, ranks: int, watch: Watch
-) -> float | None:
+def _attend(family: Family, run: RunDirectory, scenario: Scenario, ranks: int, watch: Watch) -> float | None:
     """Follow a run to its end, and inflict the scenario's fault from outside; returns its unix time."""
     struck, end_time = None, time.monotonic() + LIMIT
-    last_step, moved = 0, time.monotonic()
     while time.monotonic() < end_time:
         is_over = family.parent.poll() is not None
-        current_step = step_of(run)
-        moved = moved if current_step == last_step else time.monotonic()
-        last_step = current_step
+        last_step = step_of(run)
         watch(last_step)
         if (
             scenario.outside is not None
@@ -178,18 +169,14 @@ def _attend(
             and last_step >= scenario.step
             and strike(family, run, scenario, ranks - 1)
         ):
-            struck, moved = time.time(), time.monotonic()
+            struck = time.time()
             continue
         if is_over and scenario.outside == "kill_parent" and struck is not None:
-            if (
-                policy is Policy.OURS
-                and not run.summary.exists()
-                and family.parent.returncode == -signal.SIGKILL
-            ):
+            if not run.summary.exists() and family.parent.returncode == -signal.SIGKILL:
                 family.start()  # as the service manager of the machine would
                 continue
             is_over = not any(True for _ in family.members())  # the ranks may go on as orphans
-        if is_over or (policy is not Policy.OURS and struck is not None and time.monotonic() - moved > HUNG):
+        if is_over:
             break
         time.sleep(POLL)
     return struck
@@ -217,9 +204,7 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
     if scenario.outside in POISONS:
         from drills.poison import poison_checkpoint
 
-        # A policy without checkpoints has none to continue from, either.
-        with suppress(CheckpointError):
-            poison_checkpoint(run.checkpoints, POISONS[scenario.outside])
+        poison_checkpoint(run.checkpoints, POISONS[scenario.outside])
     return family.strike(victim, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
 
 

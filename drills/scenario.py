@@ -20,7 +20,6 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -33,15 +32,6 @@ from megastable_guard.incident import Kind
 
 VARIABLE = "MEGASTABLE_DRILL"
 SEARCH = ".search"  # ending of the file, alongside a run, that counts what recovery measured
-
-
-class Policy(StrEnum):
-    """The response to instabilities. The first three are common practice; none of them restarts anything."""
-
-    NOTHING = "nothing"  # no clipping, every update is applied except those that DeepSpeed itself refuses
-    CLIPPING = "clipping"  # the same with gradients clipped to a norm of 1
-    SKIPPING = "skipping"  # also skips updates that are 6 standard deviations out (worker.py)
-    OURS = "ours"  # megastable, under its supervisor
 
 
 class Fault(BaseModel):
@@ -83,7 +73,6 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Policy
     run: Path
     seed: int = 0
     fault: Fault | None = None
@@ -145,8 +134,7 @@ def make_text(text: TextKind, random: Random, source: str, count: int) -> str:
 
 
 # From outside: SIGKILL or SIGSTOP to a rank; a damaged newest checkpoint and then SIGKILL to a rank; a newest one with
-# right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the started process, the
-# supervisor or, without one, the launcher.
+# right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the supervisor.
 Outside = Literal[
     "kill_rank", "stop_rank", "damage_checkpoint", "poison_weight", "poison_moments", "kill_parent"
 ]
@@ -159,7 +147,7 @@ SAMPLES = 40  # of a bad region: two and a half batches
 @dataclass(frozen=True)
 class Scenario:
     """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one.
-    overrides: of the recipe, under every policy. reference: the fault-free run to compare the loss with. samples: of a
+    overrides: of the recipe. reference: the fault-free run to compare the loss with. samples: of a
     bad region; of_each: number in each step, consecutive ones without it; text: its kind, if it is text. epochs: number
     of passes over a small corpus. warning: the expected answer is a warning near the start, not a loss as good as the
     reference's. trend: the slow signal that must be warned of before the loss shows the fault."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from drills.exercise import Outcome
-from drills.scenario import Policy, Scenario
+from drills.scenario import Scenario
 from megastable.data.plant import Planted
 from megastable.data.skips import numbers_of
 from megastable.report.postmortem.sample_texts import Library
@@ -27,7 +26,7 @@ from megastable_guard.actions import Cause
 from megastable_tools.forensics.history import History
 
 REACH = 30  # steps after a fault in which an alarm may be its consequence: the verification time of an action
-TARGET = 0.02  # nats: maximum excess of ours over the clean run
+TARGET = 0.02  # nats: maximum excess over the clean run
 WRONG = 12  # one in this many causes may be wrong
 SMOOTH = 10  # steps of the exponential average of losses
 SHOWS = 0.05  # nats above the undisturbed run's: then the loss shows a slow fault
@@ -63,7 +62,8 @@ class Score(Outcome):
 
     ended: "finished", "stopped" (by its own decision), "dead" (its processes ended or hung before the end). step: the
     last one reached. exit: the exit code of the started process. excess: validation loss minus that
-    of `reference`, the same policy's clean run of the same seed. steps_lost: repeated or undone. discarded: batches
+    of `reference`, the clean run of the same seed. without: the loss with the guard off, or how that run ended if it
+    has none. steps_lost: repeated or undone. discarded: batches
     whose update was refused. fate: of the samples. seconds_to_recover: from the fault, or for a fault inside a process
     from the decision to act, until training continues. incidents, rewinds, handovers, cuts (of the
     learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
@@ -74,7 +74,6 @@ class Score(Outcome):
     """
 
     scenario: str
-    policy: Policy
     seed: int
     ended: str
     step: int
@@ -82,6 +81,7 @@ class Score(Outcome):
     val_loss: float | None
     reference: str = "clean"
     excess: float | None = None
+    without: float | str | None = None
     steps_lost: int
     discarded: int
     fate: Fate = Fate()
@@ -96,8 +96,8 @@ class Score(Outcome):
     false_alarms: int
     kinds: list[str]
     causes: list[str]
-    kind_right: bool | None
-    cause_right: bool | None
+    kind_right: bool
+    cause_right: bool
     wall_seconds: float
     trend_at: int | None = None
     shows_at: int | None = None
@@ -122,7 +122,6 @@ class Score(Outcome):
 def score_run(
     run: Path,
     scenario: Scenario,
-    policy: Policy,
     seed: int,
     fate: Fate = NOBODY,
     *,
@@ -134,16 +133,13 @@ def score_run(
     run_directory = RunDirectory(run)
     events = list(run_directory.iterate_events())
     run_summary = json.loads(run_directory.summary.read_text()) if run_directory.summary.exists() else {}
-    is_ours = policy is Policy.OURS
-    # Only ours undoes a fault; under the others anything later may be its consequence.
-    explained_events, unexplained_events = alarms(events, scenario, struck, REACH if is_ours else math.inf)
+    explained_events, unexplained_events = alarms(events, scenario, struck)
     incidents = _latest(explained_events)
     all_actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
     warned_steps = [event.get("step", 0) for event in events if isinstance(event, Warned)]
     kinds, named_causes = [one_incident["kind"] for one_incident in incidents], causes_of(incidents, events)
     return Score(
         scenario=scenario.name,
-        policy=policy,
         seed=seed,
         ended=ended(events, bool(run_summary)),
         step=run_summary.get("steps") or reached(run_directory, events),
@@ -153,19 +149,19 @@ def score_run(
         steps_lost=steps_lost(events),
         discarded=sum(isinstance(event, Discarded) for event in events),
         fate=fate,
-        seconds_to_recover=_recovery(incidents, events, struck) if is_ours else None,
+        seconds_to_recover=_recovery(incidents, events, struck),
         incidents=len(_latest(events)),
         rewinds=sum(_rewound(event) for event in events),
         handovers=sum(isinstance(event, Handover) for event in events),
         cuts=sum(action in ("cut_lr", "cap_lr") for action in all_actions),
         alerts=sum(action == "alert" for action in all_actions),
         warnings=len(warned_steps),
-        warned=any(step <= WARNED for step in warned_steps) if is_ours and scenario.warning else None,
+        warned=any(step <= WARNED for step in warned_steps) if scenario.warning else None,
         false_alarms=len(unexplained_events),
         kinds=sorted(kinds),
         causes=sorted(named_causes),
-        kind_right=set(kinds or [None]) <= scenario.kinds if is_ours else None,
-        cause_right=is_right(named_causes, scenario) if is_ours else None,
+        kind_right=set(kinds or [None]) <= scenario.kinds,
+        cause_right=is_right(named_causes, scenario),
         wall_seconds=round(wall_seconds, 1),
         trend_at=_warned_of(events, scenario),
         begin=scenario.step if scenario.trend else None,
@@ -195,12 +191,9 @@ def is_right(named: Iterable[str], scenario: Scenario) -> bool:
 
 
 def alarms(
-    events: Iterable[Event], scenario: Scenario, struck: float | None, reach: float = REACH
+    events: Iterable[Event], scenario: Scenario, struck: float | None
 ) -> tuple[list[Event], list[Event]]:
-    """Refused updates and events of incidents: those that the fault explains; and the unexplained alarms.
-
-    reach: steps after it in which they may be its consequence.
-    """
+    """Refused updates and events of incidents: those that the fault explains; and the unexplained alarms."""
     explained_events: list[Event] = []
     unexplained_events: list[Event] = []
     foreign_numbers: set[int] = set()  # numbers of unexplained incidents
@@ -211,7 +204,7 @@ def alarms(
         if is_incident and journal_event["what"] != "opened":
             if journal_event["number"] not in foreign_numbers:
                 explained_events.append(journal_event)
-        elif _explains(scenario, journal_event, struck, reach):
+        elif _explains(scenario, journal_event, struck):
             explained_events.append(journal_event)
         else:
             unexplained_events.append(journal_event)
@@ -220,7 +213,7 @@ def alarms(
     return explained_events, unexplained_events
 
 
-def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
+def _explains(scenario: Scenario, event: Event, struck: float | None) -> bool:
     if scenario.outside is not None:
         # The training numbers are unaffected: any complaint of the trainer is unfounded.
         by_trainer = isinstance(event, Discarded) or "policy" in event
@@ -229,7 +222,7 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
     if scenario.region is None and scenario.fault is None and not scenario.warning:
         return False
     event_step = event["step"] if "step" in event else event["summary"]["step"]
-    return bool(scenario.step <= event_step < scenario.step + scenario.steps + reach)
+    return bool(scenario.step <= event_step < scenario.step + scenario.steps + REACH)
 
 
 def _latest(events: Iterable[Event]) -> list[Summary]:
@@ -282,19 +275,19 @@ def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: flo
 
 
 def compare_scores(scores: Sequence[Score]) -> list[Score]:
-    """The scores with `excess`, if they include a clean run of the same policy and seed."""
-    reference_by_key = {(s.policy, s.scenario, s.seed): s for s in scores if s.clean}
+    """The scores with `excess`, if they include a clean run of the same seed."""
+    reference_by_key = {(s.scenario, s.seed): s for s in scores if s.clean}
     clean_losses = {key: s.val_loss for key, s in reference_by_key.items()}
 
     def excess(s: Score) -> float | None:
-        usual_loss = clean_losses.get((s.policy, s.reference, s.seed))
+        usual_loss = clean_losses.get((s.reference, s.seed))
         return None if usual_loss is None or s.val_loss is None else s.val_loss - usual_loss
 
     return [_led(s.model_copy(update={"excess": excess(s)}), reference_by_key) for s in scores]
 
 
-def _led(s: Score, references: Mapping[tuple[Policy, str, int], Score]) -> Score:
-    clean_score = references.get((s.policy, s.reference, s.seed))
+def _led(s: Score, references: Mapping[tuple[str, int], Score]) -> Score:
+    clean_score = references.get((s.reference, s.seed))
     if s.begin is None or clean_score is None:
         return s
     shown_step = shows(s.losses, clean_score.losses, s.begin)

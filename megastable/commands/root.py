@@ -38,7 +38,7 @@ COMMANDS = {
     "repeat": "Run the same steps twice, and find the first step, layer and operation that differ, bit for bit.",
     "bench": "Measure costs and error rates of megastable on this machine. Needs a checkout.",
     "chaos": "Make hosts, links, processes and storage fail under the supervisor. Needs a checkout.",
-    "drill": "Train with planted faults under each policy, and compare with a clean run. Needs a checkout.",
+    "drill": "Train with planted faults, and compare with a clean run. Needs a checkout.",
 }
 # By what a person wants to do.
 PANELS = {

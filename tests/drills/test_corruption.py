@@ -81,8 +81,8 @@ def test_drill_sdc_finds_names_and_undoes_faults(tmp_path: Path) -> None:
     [
         (["sdc", "thin"], "thin: there is no such layout or kind of fault: dp2, dp3, tp2"),
         (
-            ["sdc", "--policy", "ours", "--jobs", "2"],
-            "--policy, --jobs: drill sdc has its own models and layouts",
+            ["sdc", "--control", "--jobs", "2"],
+            "--jobs, --control: drill sdc has its own models and layouts",
         ),
         (["sdc", "--text", "file"], "--text: drill sdc has its own models and layouts: leave it out"),
         (["sdc", "norm", "dp2"], "norm/scaled: makes no sense in dp2"),

@@ -63,10 +63,10 @@ def test_write_corpus_lays_what_a_run_reads(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["court", "--policy", "ours"], "--policy: drill court has its own models and texts: leave it out"),
+        (["court", "--text", "file"], "--text: drill court has its own models and texts: leave it out"),
         (["court", "--quick"], "--quick: drill court has its own models"),
         (["court", "--only", "switch,thin"], "thin: there is no such scenario: clean, switch"),
-        (["thin", "--control"], "--only and --control are of drill court"),
+        (["thin", "--only", "switch"], "--only is of drill court: leave it out"),
     ],
 )
 def test_drill_court_refuses_bad_input(

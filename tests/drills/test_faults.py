@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from drills.scenario import Fault, Plan, Policy
-from drills.worker import SIGMA, WINDOW, SkipStep
+from drills.scenario import Fault, Plan
 from megastable.config.tree import RunConfig
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -33,7 +29,6 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     assert config.run.dir is not None
     before = Engine.train_step, LossFunction.__call__, optim_schedule.rate_at
     plan = Plan(
-        policy=Policy.OURS,
         run=config.run.dir,
         fault=Fault.model_validate({"kind": kind, "step": STEP, "steps": 2}),
     )
@@ -118,22 +113,3 @@ def test_fault_changes_a_state_in_place(corpus: Path, tmp_path: Path, kind: str,
         assert hit["bits"] == ({bin(1 << 30)} if kind == "bit_flip" else set())
         assert count == 1 if kind == "bit_flip" else count > 1000
         assert (hit["loss"] == again["loss"]) == (kind == "moments")  # moments tell in the next step
-
-
-def fed(values: list[float], norm: float | None = None) -> SkipStep:
-    rule = SkipStep()
-    for value in values:
-        rule.applies_update(value, value if norm is None else norm)
-    return rule
-
-
-@given(st.lists(st.floats(-10, 10), min_size=0, max_size=300), st.floats(-100, 100))
-def test_skip_step_is_the_rule_of_olmo_core(seen: list[float], value: float) -> None:
-    rule = fed(seen)
-    last = np.array(seen[-WINDOW:])
-    if len(last) < WINDOW // 2 - 1:
-        assert rule.applies_update(value, value)
-        return
-    limit = last.mean() + SIGMA * last.std(ddof=1)
-    if abs(value - limit) > 1e-9:
-        assert rule.applies_update(value, value) == (value < limit)

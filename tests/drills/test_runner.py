@@ -14,7 +14,7 @@ import pytest
 from drills.exercise import Exercise, Outcome, Watch, run_exercises
 from drills.learning import choose_scenarios
 from drills.runner import conditions
-from drills.scenario import GLOBAL_BATCH, Fault, Plan, Policy
+from drills.scenario import GLOBAL_BATCH, Fault, Plan
 from drills.stage import RECIPE, SHORT, Stage
 from megastable.data.manifest import Manifest
 from tests.conftest import write_corpus
@@ -32,7 +32,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def test_conditions_change_with_all_that_decides_a_run(stage: Stage) -> None:
-    plan = Plan(policy=Policy.OURS, run=stage.folder / "run", seed=1, fault=Fault(kind="bit_flip", step=3))
+    plan = Plan(run=stage.folder / "run", seed=1, fault=Fault(kind="bit_flip", step=3))
     folder = stage.folder
 
     def told(stage: Stage = stage, scenario=POISONED, plan=plan, overrides=("a=1",), corpus="one") -> str:  # type: ignore[no-untyped-def]
@@ -45,13 +45,12 @@ def test_conditions_change_with_all_that_decides_a_run(stage: Stage) -> None:
         told(scenario=replace(POISONED, step=90)),
         told(replace(stage, ranks=1)),
         told(plan=plan.model_copy(update={"seed": 2})),
-        told(plan=plan.model_copy(update={"policy": Policy.CLIPPING})),
         told(plan=plan.model_copy(update={"fault": Fault(kind="bit_flip", step=4)})),
         told(overrides=["a=2"]),
         told(corpus="two"),
     }
     stage.recipe.write_text("model: {layers: 3}\n")
-    assert len(others | {usual, told()}) == 10
+    assert len(others | {usual, told()}) == 9
 
 
 PER_STEP = GLOBAL_BATCH * RECIPE["model"]["sequence_length"]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from drills.learning import SCENARIOS, LearningDrill
-from drills.scenario import CLEAN, Policy, Scenario
-from drills.score import Fate, Score, find_fate, is_right, score_run
+from drills.scenario import CLEAN, Scenario
+from drills.score import Fate, find_fate, is_right, score_run
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant_corruption
 from megastable.data.skip_ledger import SkipEntry, append_entries, sample_entries
@@ -25,7 +25,7 @@ DATA, RATE, BIT, KILL, DISK = (
     for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
 )
 POISON, START_UP = BY_NAME["poisoned-weight"], BY_NAME["no-warmup"]
-DRILL = LearningDrill([], [Policy.OURS], [1])
+DRILL = LearningDrill([], [1])
 
 
 def incident(number: int, what: str, step: int, cause: str, **more: Any) -> dict[str, Any]:
@@ -53,10 +53,6 @@ def told(tmp_path: Path, events: list[dict[str, Any]], val_loss: Any = 3.5, name
     if val_loss is not None:
         run.summary.write_text(json.dumps({"steps": 160, "val_loss": val_loss}))
     return run.root
-
-
-def judged(run: Path, scenario: Scenario, policy: Policy = Policy.OURS, **more: Any) -> Score:
-    return score_run(run, scenario, policy, 1, **more)
 
 
 START = {"event": "training", "step": 0}
@@ -88,22 +84,19 @@ def test_is_right_of_causes(scenario: Scenario, named: set[str], right: bool) ->
 
 
 def test_is_met_by_the_targets(tmp_path: Path) -> None:
-    good = judged(told(tmp_path, [START, *rewound(101, 99, "data")]), DATA).model_copy(
-        update={"excess": 0.01}
-    )
+    run = told(tmp_path, [START, *rewound(101, 99, "data")])
+    good = score_run(run, DATA, 1).model_copy(update={"excess": 0.01})
     wrong = good.model_copy(update={"cause_right": False})
     worse = good.model_copy(update={"excess": 0.03})
     better = good.model_copy(update={"excess": -0.03})
-    theirs = worse.model_copy(update={"policy": Policy.NOTHING})
-    assert DRILL.is_met([]) and DRILL.is_met([good]) and DRILL.is_met([good, theirs])
+    assert DRILL.is_met([]) and DRILL.is_met([good])
     assert not DRILL.is_met([worse]) and DRILL.is_met([better]) and not DRILL.is_met([wrong])
     assert DRILL.is_met([*[good] * 11, wrong]) and not DRILL.is_met([*[good] * 10, wrong, wrong])
     loser, clean = (
         s.model_copy(update={"fate": Fate(lost=1)})
-        for s in (good, judged(told(tmp_path, [START], name="clean"), CLEAN))
+        for s in (good, score_run(told(tmp_path, [START], name="clean"), CLEAN, 1))
     )
     assert not DRILL.is_met([loser]) and not DRILL.is_met([clean, good])
-    assert DRILL.is_met([loser.model_copy(update={"policy": Policy.NOTHING})])
 
 
 @pytest.fixture

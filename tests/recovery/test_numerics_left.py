@@ -47,11 +47,11 @@ def broken(config: RunConfig, kind: str, factor: float, steps: int = ALL, end: i
     """Train while products of FP8, or attention kernels, are wrong from step `FIRST` on for `steps` steps; end: step at
     which it is asked to."""
     from drills import faults
-    from drills.scenario import Fault, Plan, Policy
+    from drills.scenario import Fault, Plan
 
     assert config.run.dir is not None
     fault = Fault(kind=kind, step=FIRST, steps=steps, factor=factor)
-    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(run=config.run.dir, fault=fault))
     return train_with(config, terminate, end) if end else train(config)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drills.scenario import Fault, Plan, Policy
+from drills.scenario import Fault, Plan
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from tests.distributed import run_ranks
@@ -26,7 +26,7 @@ def mistaken(config: RunConfig, steps: int, factor: float = FACTOR) -> tuple[int
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=factor)
-    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(run=config.run.dir, fault=fault))
     return train(config)
 
 
@@ -38,7 +38,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=FACTOR)
-    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(run=config.run.dir, fault=fault))
     latest = at
 
     def held(self: Recovery, updates: int, scheduled: float) -> float:

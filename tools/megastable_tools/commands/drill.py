@@ -1,4 +1,4 @@
-"""`megastable drill`: train small models with planted faults under each policy."""
+"""`megastable drill`: train small models with planted faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,28 +21,19 @@ if TYPE_CHECKING:
 
 app = App()
 CORRUPTION, COURT = "sdc", "court"
-# Options about learning under policies, which these are not about.
+# Options that these do not have.
 FOREIGN = {
-    CORRUPTION: ("policy", "text", "ranks", "layers", "jobs"),
-    COURT: ("policy", "text", "ranks", "layers", "jobs", "quick"),
+    CORRUPTION: ("text", "ranks", "layers", "jobs", "control"),
+    COURT: ("text", "ranks", "layers", "jobs", "quick"),
 }
 OWN = {CORRUPTION: "layouts", COURT: "texts"}
-
-
-class PolicyName(StrEnum):
-    """The policies of drills/scenario.py, without importing it."""
-
-    nothing = "nothing"
-    clipping = "clipping"
-    skipping = "skipping"
-    ours = "ours"
 
 
 @app.add_command(
     examples="""
     megastable drill all --output drills.json
-    megastable drill thin --policy ours --seeds 1,2,3 --keep drills --output drills.json
-    megastable drill trickle rate-x10 --policy ours --ranks 1 --layers 3 --text my.txt
+    megastable drill thin --seeds 1,2,3 --keep drills --output drills.json
+    megastable drill trickle rate-x10 --control --ranks 1 --layers 3 --text my.txt
     megastable drill --quick
     megastable drill --list
     megastable drill sdc --output sdc.json
@@ -63,9 +53,9 @@ class PolicyName(StrEnum):
     "(sdc --list); of the options it takes --quick, --seeds, --keep (all runs are done again), --json and "
     "--output.\n\n"
     "court measures judgement: text that is new, easy or repeated must be trained on, bad samples and spoilt updates "
-    "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --control (each run also "
-    "with stability.enabled=false; done once for the same --keep), --seeds, --keep, --list, --json and --output.\n\n"
-    "Exit codes: 0 all runs of ours end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
+    "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --control (done once for the "
+    "same --keep), --seeds, --keep, --list, --json and --output.\n\n"
+    "Exit codes: 0 all runs end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
     "most one cause in 12 is wrong; with sdc: 95 % of the faults that must be found are, 95 % of those found name the "
     "right rank, alone or among suspects, and no run has a finding without a fault; with court: all runs are as "
     "wanted; 1 not so; 2 bad input.",
@@ -79,12 +69,7 @@ def run_drill(
             help="What to run. Default: all",
         ),
     ] = None,
-    policy: Annotated[
-        list[PolicyName] | None, typer.Option(help="Policy to compare; repeatable. Default: all four")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only two scenarios under our policy; sdc: six faults")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only two scenarios; sdc: six faults")] = False,
     seeds: Annotated[str, typer.Option(help="Seeds of model, data and faults, e.g. 1,2,3")] = "1",
     text: Annotated[
         Path | None,
@@ -95,14 +80,14 @@ def run_drill(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
     only: Annotated[str, typer.Option(help="court: only these scenarios, e.g. switch,repeats")] = "",
     control: Annotated[
-        bool, typer.Option("--control", help="court: each run also with the guard off")
+        bool, typer.Option("--control", help="Each run also with the guard off: stability.enabled=false")
     ] = False,
     keep: Annotated[Path | None, typer.Option(help="Keep corpora and runs here, and reuse them")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the scenarios and exit")] = False,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Train with planted faults under each policy, and compare with a clean run. Needs a checkout.
+    """Train with planted faults, and compare with a clean run. Needs a checkout.
 
     On the CPU. JSON: the numbers of every run.
     """
@@ -115,8 +100,8 @@ def run_drill(
         raise ConfigError(
             f"{', '.join(given_options)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
         )
-    if kind != COURT and (only or control):
-        raise ConfigError(f"--only and --control are of drill {COURT}: leave them out")
+    if kind != COURT and only:
+        raise ConfigError(f"--only is of drill {COURT}: leave it out")
     drill: Drill[Any]
     if kind == CORRUPTION:
         from drills.corruption import CorruptionDrill, list_kinds
@@ -132,15 +117,10 @@ def run_drill(
         drill = CourtDrill([*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control)
     else:
         from drills.learning import LearningDrill, list_scenarios
-        from drills.scenario import Policy
 
         if listed:
             return print("\n".join(list_scenarios()))
-        asked_policies = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
-        chosen_policies = [p for p in Policy if p.value in asked_policies]
-        drill = LearningDrill(
-            chosen_names, chosen_policies, read_seeds(seeds), text, ranks, layers, jobs, quick
-        )
+        drill = LearningDrill(chosen_names, read_seeds(seeds), control, text, ranks, layers, jobs, quick)
     conduct_drill(drill, keep, as_json, output)
 
 
