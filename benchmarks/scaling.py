@@ -49,7 +49,6 @@ Case = partial(
     base={"model": MODEL, "kernels": {"attention": "reference", "loss": "chunked", "compile": False}},
 )  # fmt: skip
 FP32, FP16 = {"kind": "fp32"}, {"kind": "fp16"}
-OLMO2 = {"qk_norm": "full", "norms": "after"}
 GEMMA2 = {"norms": "both", "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 8}
 MIXED = {"norms": "mixed", "mixed_share": 0.25}  # the first of four blocks
 MUON: dict[str, Any] = {"name": "muon"}

@@ -327,7 +327,6 @@ GROSS = (
 EARLY = 75  # step of the long regions: early, to observe the steps after them
 LONG_REGION = 480  # samples: 30 steps
 TRICKLE = 20  # steps with a single bad sample each
-WARNED = 100  # steps within which a bad start must cause a warning
 
 ANY: frozenset[Kind | None] = frozenset({"recoverable", "lingering", "divergent", None})
 

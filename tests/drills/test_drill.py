@@ -76,7 +76,7 @@ def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     assert (
         killed["val_loss"] == killed["without"] == scores["clean"]["without"] == usual
     )  # nothing of it is to be seen
-    assert bad["without"] > usual + 0.02  # with the guard off it trains on the noise
+    assert bad["without"] > bad["val_loss"] + 0.01  # with the guard off it trains on the noise
     assert "2 of 2 at most 0.02 nat worse than the clean run" in out
     assert "cause right in 2 of 2, 0 clean samples lost for good, 0 false alarms" in out
     journal = tmp_path / "kept/runs/killed-rank-1/journal.jsonl"

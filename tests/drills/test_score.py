@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from drills import learning
 from drills.learning import SCENARIOS, LearningDrill
 from drills.scenario import CLEAN, Scenario
 from drills.score import Fate, find_fate, is_right, score_run
@@ -97,6 +98,19 @@ def test_is_met_by_the_targets(tmp_path: Path) -> None:
         for s in (good, score_run(told(tmp_path, [START], name="clean"), CLEAN, 1))
     )
     assert not DRILL.is_met([loser]) and not DRILL.is_met([clean, good])
+
+
+def test_control_has_a_loss_or_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, bare = (
+        score_run(told(tmp_path, [{**START, "step": 7}], val_loss, name), RATE, 1)
+        for val_loss, name in ((3.5, "own"), (None, "bare"))
+    )
+    monkeypatch.setattr(learning, "run_drill", lambda *args, guarded=True: own if guarded else bare)
+    drill = LearningDrill(["high-rate"], [1], control=True)
+    (score,) = drill._run(drill.stage, RATE, lambda step: None)
+    assert score == own.model_copy(update={"without": "dead at step 7"})
+    table = drill.show_table([score, score.model_copy(update={"without": 4.25})])
+    assert "dead at step 7 4.2500" in [cell for column in table.columns for cell in map(str, column.cells)]
 
 
 @pytest.fixture
