@@ -51,14 +51,8 @@ def shared_memory() -> set[str]:
 @pytest.mark.timeout(2 * PATIENCE + 60)
 def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     shared = shared_memory()
-    quick = (
-        "--quick",
-        "--control",
-        "--ranks",
-        "1",
-        "--keep",
-        "kept",
-    )  # two ranks on one core wait more than they compute
+    # Two ranks on one core wait more than they compute.
+    quick = "--quick", "--control", "--ranks", "1", "--keep", "kept"
     tool = start(tmp_path, *quick, "--output", "drills.json")
     out, errors = tool.communicate(timeout=PATIENCE)
     assert tool.returncode == 0, out + errors
@@ -73,9 +67,8 @@ def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     assert bad["exit"] == killed["exit"] == 0
     assert killed["causes"] == ["process"] and killed["steps_lost"] > 0
     usual = scores["clean"]["val_loss"]
-    assert (
-        killed["val_loss"] == killed["without"] == scores["clean"]["without"] == usual
-    )  # nothing of it is to be seen
+    # Of a killed rank nothing is to be seen.
+    assert killed["val_loss"] == killed["without"] == scores["clean"]["without"] == usual
     assert bad["without"] > bad["val_loss"] + 0.01  # with the guard off it trains on the noise
     assert "2 of 2 at most 0.02 nat worse than the clean run" in out
     assert "cause right in 2 of 2, 0 clean samples lost for good, 0 false alarms" in out
