@@ -390,7 +390,9 @@ class Policy:
             if t.action is Action.REWIND and t.cause is not Cause.HARDWARE and abs(t.step - finding.step) < SUSPICION
         ]  # fmt: skip
         if len(rewinds_here) >= SAME_PLACE:
-            return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
+            first_step, *_, last_step = sorted(t.step for t in rewinds_here)
+            place_text = f"step {last_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+            return f"it was rewound {len(rewinds_here)} times around {place_text} already"
         # The steps of a wait are paid for: whoever allowed it allowed that they may be lost.
         if not self._has_waited and not self.may_redo(finding.step - finding.onset):
             return f"{s.redone} steps were done again already, of {s.clock}"

@@ -133,6 +133,20 @@ def test_policy_keeps_its_budgets(
     assert [trip(policy, step, cause) for step, cause in trips] == expected
 
 
+def test_policy_says_how_often_and_where_it_was_rewound() -> None:
+    policy = Policy(CONFIG)
+    for step in (100, 101, 103):  # a state that is corrupted cannot be trained on, wherever it happens
+        assert policy.decide_on_step(seen(step, Verdict.CORRUPTED), 0).action is REWIND
+    assert "it was rewound 3 times around steps 100 to 103 already" in trip_reason(policy, 104)
+    policy = Policy(CONFIG)
+    assert [trip(policy, 100, STATE) for _ in range(SAME_PLACE)] == [REWIND] * SAME_PLACE
+    assert "it was rewound 2 times around step 100 already" in trip_reason(policy, 102)
+
+
+def trip_reason(policy: Policy, step: int) -> str:
+    return policy.decide_on_step(seen(step, Verdict.SPIKE), 0).reason
+
+
 def test_policy_has_another_budget_of_rewinds_for_proven_bad_data() -> None:
     """Some per cent of bad samples, found one by one, end in an alert at last, and never in an exit."""
     policy, actions = Policy(CONFIG), []
