@@ -59,16 +59,22 @@ class GuardRecord:
         self._losses = deque[tuple[int, float]](maxlen=USUAL)
         self._stepped = time.monotonic()
 
-    def begin_run(self, step: int, rank: int, world: int, torch_version: str) -> None:
-        """Before the first step of this process. step: that the run has done. Raises as `RunFiles`."""
-        self.has_begun = True
-        if self.run_dir is None or rank:
-            return
+    def begin_run(self, step: int, world: int, torch_version: str) -> list[dict[str, Any]]:
+        """On the first rank, before the first step of this process: the incidents that the journal has. step: that the
+        run has done. Raises RuntimeError as `RunFiles`, and OSError."""
+        if self.run_dir is None:
+            return []
         from megastable_guard.run_files import (
             RunFiles,
         )  # where there are no POSIX locks, only a run_dir fails
 
-        self.files = RunFiles(self.run_dir, world)
+        try:
+            self.files = RunFiles(self.run_dir, world)
+        except OSError as error:
+            raise OSError(
+                f"run_dir={self.run_dir}: the first rank cannot write there ({error}): make it writable for it, or use "
+                "another run_dir"
+            ) from error
         told_incidents = {summary["number"]: summary for summary in self.files.read_incidents()}
         for number, summary in told_incidents.items():
             if summary.get("outcome") == "open" and number != self.state.open:
@@ -77,11 +83,16 @@ class GuardRecord:
                 self._tell("incident", what="closed", step=step, number=number, summary=closed_summary)
                 if Action.ALERT in summary.get("actions", ()):
                     self._tell("alert", what="over", step=step)
-        self.state.number = max([self.state.number, *told_incidents])
         if self._is_resumed:
             self._tell("resumed", step=step)
         self._tell("training", step=step, world=world, software={"torch": torch_version}, guarded=True)
         self.files.flush_steps(step)
+        return list(told_incidents.values())
+
+    def take_up(self, told_incidents: Sequence[Mapping[str, Any]]) -> None:
+        """On every rank, behind `begin_run`, with what it returned."""
+        self.has_begun = True
+        self.state.number = max([self.state.number, *(summary["number"] for summary in told_incidents)])
 
     @property
     def has_rewound(self) -> bool:

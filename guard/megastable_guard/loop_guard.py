@@ -53,7 +53,6 @@ from megastable_guard.sample_examiner import (
     choose_sample_remedy,
     compare_states,
     count_ranks,
-    read_rank,
     share_first,
 )
 from megastable_guard.sampler import SkippableSampler
@@ -199,7 +198,7 @@ class Guard:
         )
         if not self.record.has_begun:
             self._warn_of_names(knows_ids, sample_losses is not None)
-            self.record.begin_run(self.step, read_rank(), count_ranks(), torch.__version__)
+            self._begin_record()
         oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
         scheduled_rate = read_rate(self._optimizers)
         rate = self.rates.choose_share(self.judge.policy, self.updates, scheduled_rate)
@@ -259,6 +258,11 @@ class Guard:
         if knows_ids and not step_verdict.apply and not step_verdict.rewind:
             self._examine_refused()
         return step_verdict
+
+    def _begin_record(self) -> None:
+        """Raises on all ranks what the first one cannot do."""
+        begin_run = partial(self.record.begin_run, self.step, count_ranks(), torch.__version__)
+        self.record.take_up(share_first(begin_run))
 
     def _warn_of_names(self, knows_ids: bool, has_losses: bool) -> None:
         """Of half of what naming needs, which names nothing."""

@@ -122,12 +122,20 @@ def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
 
 
 def share_first(work: Callable[[], T]) -> T:
-    """The result of `work` on the first rank, on all: CPUs of another kind round a logarithm differently."""
+    """The result of `work` on the first rank, on all: CPUs of another kind round a logarithm differently. What it raises
+    there is raised on all: the others would wait for it."""
     if count_ranks() == 1:
         return work()
-    shared_result: list[Any] = [work() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared_result, src=0)
-    return shared_result[0]
+    shared_answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared_answer[0] = work()
+        except Exception as error:
+            shared_answer[1] = error
+    dist.broadcast_object_list(shared_answer, src=0)
+    if shared_answer[1] is not None:
+        raise shared_answer[1]
+    return shared_answer[0]
 
 
 def guess_vocabulary(model: torch.nn.Module) -> float:

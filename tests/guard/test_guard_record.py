@@ -230,6 +230,35 @@ def test_the_first_rank_writes(tmp_path: Path) -> None:
     assert len(events(tmp_path, "finished")) == 1 and len(read_newest_records(tmp_path / "steps")) == STEPS
 
 
+def fail_on_ranks(folder: Path) -> tuple[str, str]:
+    """What this rank raises: for a directory that cannot be made, and one in which somebody trains. It goes on with
+    another one."""
+    messages = list[str]()
+    for name in ("a file", "held"):
+        loop = Loop(True, wrap=as_ddp, run_dir=folder / name)
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            loop.train(1)
+        messages.append(str(raised.value))
+    get_guard(loop).record.run_dir = folder / "mine"
+    assert get_guard(loop.train(2)).step == 2
+    return messages[0], messages[1]
+
+
+def test_what_the_first_rank_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
+    """The others would wait for it."""
+    (tmp_path / "a file").write_text("")
+    writer = start_writer(tmp_path / "held", 2, "held")
+    assert writer.stdout is not None and writer.stdout.readline() == "held\n"
+    try:
+        first, second = run_ranks(2, fail_on_ranks, tmp_path)
+    finally:
+        writer.communicate("")
+    assert first == second
+    assert first[0].startswith(f"run_dir={tmp_path / 'a file'}: the first rank cannot write there ([Errno ")
+    assert first[1].startswith(f"run_dir={tmp_path / 'held'}: another process trains here")
+    assert [event["world"] for event in events(tmp_path / "mine", "training")] == [2]
+
+
 @pytest.mark.filterwarnings("ignore:megastable guard")
 def test_an_alert_ends_with_its_process(tmp_path: Path) -> None:
     guard = get_guard(Loop(True, run_dir=tmp_path, keep=0).train(80))
