@@ -10,11 +10,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
 from megastable_guard.incident import Incident, Outcome, classify_incident
@@ -80,6 +81,7 @@ class GuardRecord:
             if summary.get("outcome") == "open" and number != self.state.open:
                 reasons = [*summary.get("reasons", ()), "its process ended before it was proven to be over"]
                 closed_summary = {**summary, "outcome": "stopped", "reasons": reasons}
+                told_incidents[number] = closed_summary
                 self._tell("incident", what="closed", step=step, number=number, summary=closed_summary)
                 if Action.ALERT in summary.get("actions", ()):
                     self._tell("alert", what="over", step=step)
@@ -90,9 +92,34 @@ class GuardRecord:
         return list(told_incidents.values())
 
     def take_up(self, told_incidents: Sequence[Mapping[str, Any]]) -> None:
-        """On every rank, behind `begin_run`, with what it returned."""
+        """On every rank, behind `begin_run`, with what it returned. A run that is resumed counts what happened to its
+        incidents after the checkpoint, too: that it was undone by the end of the process is no reason to hide it."""
         self.has_begun = True
-        self.state.number = max([self.state.number, *(summary["number"] for summary in told_incidents)])
+        last_number, self.state.number = self.state.number, max(
+            [self.state.number, *(summary["number"] for summary in told_incidents)]
+        )
+        for summary in told_incidents if self._is_resumed else ():
+            with suppress(ValidationError):  # of megastable's own run, or damaged
+                told_incident = Incident.model_validate(summary)
+                if told_incident.number > last_number or told_incident.number == self.state.open:
+                    self._count_incident(told_incident)
+
+    def _count_incident(self, told_incident: Incident) -> None:
+        """As the journal has it. The one that is open in the checkpoint goes on with what happened since."""
+        s, known_incident = self.state, self._find_open()
+        if known_incident is None or known_incident.number != told_incident.number:
+            known_incident = None
+            s.count += 1
+            s.incidents = [*s.incidents, told_incident][-REMEMBERED:]
+        else:
+            told_incident.outcome = "open"
+            s.incidents[s.incidents.index(known_incident)] = told_incident
+        for sign, incident in ((1, told_incident), (-1, known_incident)):
+            if incident is not None:
+                s.refused += sign * incident.batches_discarded
+                s.rewinds += sign * incident.actions.count(Action.REWIND)
+                s.steps_lost += sign * incident.steps_lost
+                s.alerts += sign * (Action.ALERT in incident.actions)
 
     @property
     def has_rewound(self) -> bool:
@@ -167,7 +194,7 @@ class GuardRecord:
         if action.rewinds or open_incident.actions[-1:] != [action]:
             open_incident.actions.append(action)
             open_incident.reasons.append(decision.reason)
-        if is_new or action.rewinds:
+        if is_new or not is_applied:  # so the journal has all of it, whenever the process dies
             self._tell_incident(
                 "opened", step=finding.step, verdict=finding.verdict, onset=finding.onset, action=action,
                 reason=decision.reason,

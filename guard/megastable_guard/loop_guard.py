@@ -550,8 +550,13 @@ class Guard:
             self.copies.forget_copies()
 
     def report(self, sampler: SkippableSampler | None = None) -> GuardReport:
-        """What the guard has done so far, also before a resume: a dict of JSON, and as `str` a text. sampler: whose
-        deferred and skipped samples are counted."""
+        """What the guard has done so far: a dict of JSON, and as `str` a text. sampler: whose deferred and skipped
+        samples are counted.
+
+        In a run that was resumed steps, updates and samples are those of the checkpoint and since. Refused updates,
+        rewinds, steps lost, alerts and incidents are also those between the checkpoint and the end of that process, as
+        in the journal, where there is one: from the first step on after the resume.
+        """
         left_out = sampler.count_left_out() if sampler is not None else None
         return self.record.report_counts(self.step, self.updates, left_out)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,39 @@ def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     assert read_status(run).state is State.FINISHED
 
 
+def drive(guard: Guard, steps: int, bad: Sequence[int]) -> None:
+    """Up to a step; each of the bad ones stands out once."""
+    left = {*bad}
+    while guard.step < steps:
+        step = guard.step + 1
+        factor = 8.0 if step in left else 1.0
+        left -= {step}
+        if guard.check(loss=4.0 * factor + 0.01 * math.sin(step), grad_norm=factor).rewind:
+            guard.rewind()
+
+
+@pytest.mark.parametrize(("saved", "count"), [(55, 2), (62, 1), (90, 3)])  # before an incident, in it, after it
+def test_report_of_a_resumed_run_has_what_its_journal_has(saved: int, count: int, tmp_path: Path) -> None:
+    """Twice it goes on from the same checkpoint; the first time it is killed after an incident that is over, the second
+    time in one, with two refused updates. The report counts as `megastable status` does."""
+    guard = get_guard(Loop(True, run_dir=tmp_path))
+    drive(guard, saved, (60,))
+    state = json.loads(json.dumps(guard.state_dict()))
+    for steps, bad in ((50, (10, 11, 12, 13)), (14, (10, 12)), (50, ())):
+        guard = get_guard(Loop(True, run_dir=tmp_path))
+        guard.load_state_dict(state)
+        drive(guard, saved + steps, [saved + number for number in bad])
+    report, status, told_incidents = guard.report(), read_status(tmp_path), [*incidents_of(tmp_path)]
+    lines = [name for name, _ in told(tmp_path)]
+    assert report["refused"] == status.refused == lines.count("discarded") > 5
+    assert report["steps_lost"] == status.steps_lost > 0
+    assert report["rewinds"] == lines.count("incident rewound") > 0
+    assert [(case["number"], case["outcome"]) for case in report["incidents"]] == [
+        (evidence.incident.number, evidence.incident.outcome) for evidence in told_incidents
+    ]
+    assert report["incident_count"] == len(told_incidents) == count and report["steps"] == saved + 50
+
+
 def test_a_running_one_is_seen_and_keeps_others_out(tmp_path: Path) -> None:
     writer = start_writer(tmp_path / "run", 20, "held")
     assert writer.stdout is not None and writer.stdout.readline() == "held\n"
@@ -270,9 +304,10 @@ def test_an_alert_ends_with_its_process(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:megastable guard")
 def test_an_alert_begins_and_is_over(tmp_path: Path) -> None:
-    """Without copies to go back to. What was journaled is what `report` counts."""
+    """Without copies to go back to. What was journaled is what `report` counts; also after a resume from before it."""
     loop = Loop(True, run_dir=tmp_path, keep=0).train(80)
     guard = get_guard(loop)
+    saved = guard.state_dict()
     with pytest.warns(UserWarning, match="megastable guard, step 8"):
         assert any(guard.check(loss=9.0, grad_norm=50.0).alert for _ in range(8))
     loop.train(200)
@@ -282,6 +317,10 @@ def test_an_alert_begins_and_is_over(tmp_path: Path) -> None:
     (evidence,) = incidents_of(tmp_path)
     assert (evidence.incident.kind, evidence.incident.outcome) == ("divergent", "healed")
     assert evidence.incident.actions[-1] == "alert" and not read_status(tmp_path).alert
+    guard.load_state_dict(saved)
+    assert guard.report()["alerts"] == 0
+    loop.train(81)
+    assert guard.report()["alerts"] == guard.report()["incident_count"] == 1
 
 
 def test_a_number_that_is_not_finite_is_recorded(tmp_path: Path) -> None:
