@@ -214,6 +214,22 @@ def test_an_engine_that_was_killed_goes_on_where_it_was(kind: str, tmp_path: Pat
     assert run_ranks(2, resume, kind, tmp_path) == [(True, [101], [159])] * 2
 
 
+def raise_in_a_step(folder: Path) -> list[int]:
+    """How many parameters ZeRO 3's inner optimizer has before and after a step in which the guard raises."""
+    training = Engine("zero3", True, run_dir=folder / "a file")
+    assert training.guard
+    groups, counts = training.guard.copies.optimizers[0].param_groups, list[int]()  # type: ignore[union-attr]
+    counts.append(sum(len(group["params"]) for group in groups))
+    with pytest.raises(OSError, match="the first rank cannot write there"):
+        training.train(1)
+    return [*counts, sum(len(group["params"]) for group in groups)]
+
+
+def test_a_guard_that_raises_leaves_the_optimizer_of_zero_3_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    assert run_ranks(2, raise_in_a_step, tmp_path) == [[0, 0]] * 2
+
+
 def refuse() -> list[str]:
     from megastable_guard.adapters.deepspeed_engine import EngineGuard
 

@@ -175,6 +175,7 @@ def train_titan(
         reset_peak_stats=lambda: None,
     )
     metrics.build_device_memory_monitor = lambda: no_memory
+    clip_gradients = utils.clip_grad_norm_
     utils.set_pg_timeouts = lambda **_: None  # its barrier asks for a device of CUDA
     skipped = [] if guarded else find_bad() + (find_samples(nan, nan) if nan else [])
     sampler, samples = build_sampler(skipped), BATCH // dist.get_world_size() // 2  # of two micro-batches
@@ -276,6 +277,7 @@ def train_titan(
     schedule = [scheduler.last_epoch for scheduler in trainer.lr_schedulers]
     state = read_state(trainer.model_parts[0], list(trainer.optimizers))
     trainer.close()
+    assert utils.clip_grad_norm_ is clip_gradients  # for other trainers of this process
     return Ended(state, refused, [trainer.step, *schedule])
 
 

@@ -107,9 +107,11 @@ class EngineGuard(Guard):
         is_hidden = hasattr(wrapper, "_set_fp32_optimizer_param_groups")
         if is_hidden:
             wrapper._set_fp32_optimizer_param_groups()
-        yield
-        if is_hidden:
-            wrapper._clear_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            if is_hidden:
+                wrapper._clear_fp32_optimizer_param_groups()
 
     def drop_update(self) -> None:
         """That of the last `engine.step()`, which was made with `drops`, is left out already."""

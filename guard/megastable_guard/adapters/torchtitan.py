@@ -33,7 +33,6 @@ class TitanGuard(JudgedUpdates):
         self.parts = loss_mesh.size() if loss_mesh else 1  # whose losses are summed up, not averaged
         trainer.checkpointer.states["guard"] = self
         self.record(trainer, "forward_backward_step", self.add_loss)
-        self.record(utils, "clip_grad_norm_", self.keep_norm)
         self.wrap(trainer.optimizers, "step", self._judge)
         self.wrap(trainer.lr_schedulers, "step", lambda step: self.guard.applies and step())
         self.wrap(trainer, "train_step", self._train)
@@ -47,11 +46,15 @@ class TitanGuard(JudgedUpdates):
             step_optimizers()
 
     def _train(self, train_step: Any, batches: Any) -> None:
+        clip_gradients = utils.clip_grad_norm_  # of all trainers: watched during this one's step alone
+        self.record(utils, "clip_grad_norm_", self.keep_norm)
         try:
             train_step(batches)
         except RuntimeError as error:
             if self.guard.applies or "Loss is not finite" not in str(error):
                 raise
+        finally:
+            utils.clip_grad_norm_ = clip_gradients
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": json.dumps(self.guard.state_dict())}
