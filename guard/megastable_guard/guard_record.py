@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -30,8 +30,8 @@ REMEMBERED = 100  # incidents in a report and in a checkpoint
 
 class RecordState(BaseModel):
     """The counts of a run, for a checkpoint. refused, rewinds, alerts: so far; steps_lost: undone and done again;
-    deferred: steps whose data was left for later; skipped: bad samples that were named; count: of incidents; incidents:
-    the newest ones; number: of the last one in the run directory; open: of the one that is not over, 0 = none; losses:
+    deferred: steps whose data was left for later; skipped_ids: of bad samples that were named, [first, end); count: of
+    incidents; incidents: the newest ones; number: of the last one in the run directory; open: of the one that is not over, 0 = none; losses:
     the last applied steps, with their loss."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
@@ -40,7 +40,7 @@ class RecordState(BaseModel):
     rewinds: int = 0
     steps_lost: int = 0
     deferred: int = 0
-    skipped: int = 0
+    skipped_ids: list[tuple[int, int]] = []
     alerts: int = 0
     count: int = 0
     number: int = 0
@@ -230,16 +230,15 @@ class GuardRecord:
             return
         open_incident.cause = cause
         open_incident.reasons.append(reason)
-        known_indices = {index for first, end in open_incident.positions for index in range(first, end)}
-        self.state.skipped += len({*skipped} - known_indices)
-        open_incident.positions = _find_ranges(known_indices | {*skipped})
+        self.state.skipped_ids = _find_ranges(_list_ids(self.state.skipped_ids) | {*skipped})
+        open_incident.positions = _find_ranges(_list_ids(open_incident.positions) | {*skipped})
         self._tell_incident("attributed", cause=cause, reason=reason, positions=_find_ranges({*skipped}))
 
     def note_cleared(self, ids: Sequence[int]) -> None:
         """Samples that were named, and are read again: another look has shown that they are not bad."""
-        self.state.skipped -= len(ids)
+        self.state.skipped_ids = _find_ranges(_list_ids(self.state.skipped_ids) - {*ids})
         for incident in self.state.incidents:
-            named_ids = {index for first, end in incident.positions for index in range(first, end)}
+            named_ids = _list_ids(incident.positions)
             if not named_ids.isdisjoint(ids):
                 incident.positions = _find_ranges(named_ids - {*ids})
 
@@ -272,13 +271,18 @@ class GuardRecord:
             self.files.release_run()
         self.has_begun, self.files = False, None
 
-    def report_counts(self, step: int, updates: int, left_out: Mapping[str, int] | None) -> GuardReport:
-        """step, updates: that the run has done; left_out: samples by what became of them."""
-        s, told_samples = self.state, left_out or {}
+    def report_counts(
+        self, step: int, updates: int, left_out: Mapping[str, Sequence[int]] | None
+    ) -> GuardReport:
+        """step, updates: that the run has done; left_out: ids of samples by what became of them; None: only the named
+        ones are known."""
+        s, sample_ids = self.state, {name: {*ids} for name, ids in (left_out or {}).items()}
+        skipped_ids = sample_ids.get("skipped", _list_ids(s.skipped_ids))
         return GuardReport(
             steps=step, updates=updates, refused=s.refused, rewinds=s.rewinds, steps_lost=s.steps_lost,
-            deferred_steps=s.deferred, deferred_samples=told_samples.get("deferred"),
-            skipped_samples=told_samples.get("skipped", s.skipped), alerts=s.alerts, incident_count=s.count,
+            deferred_steps=s.deferred, deferred_samples=len(sample_ids["deferred"]) if left_out else None,
+            skipped_samples=len(skipped_ids), skipped_ids=[*map(list, _find_ranges(skipped_ids))],
+            dropped_ids=[*map(list, _find_ranges(sample_ids.get("dropped", set())))], alerts=s.alerts, incident_count=s.count,
             incidents=[incident.model_dump(mode="json") for incident in s.incidents],
         )  # fmt: skip
 
@@ -318,6 +322,10 @@ def _find_ranges(indices: Set[int]) -> list[tuple[int, int]]:
         else:
             found_ranges.append((index, index + 1))
     return found_ranges
+
+
+def _list_ids(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    return {index for first, end in ranges for index in range(first, end)}
 
 
 def _find_peak(old: float | None, value: float) -> float | None:

@@ -551,13 +551,14 @@ class Guard:
 
     def report(self, sampler: SkippableSampler | None = None) -> GuardReport:
         """What the guard has done so far: a dict of JSON, and as `str` a text. sampler: whose deferred and skipped
-        samples are counted.
+        samples are told. skipped_ids: ranges [first, end); without a sampler those that were named; dropped_ids: of
+        these, that came with trouble twice, and were not named.
 
         In a run that was resumed steps, updates and samples are those of the checkpoint and since. Refused updates,
         rewinds, steps lost, alerts and incidents are also those between the checkpoint and the end of that process, as
         in the journal, where there is one: from the first step on after the resume.
         """
-        left_out = sampler.count_left_out() if sampler is not None else None
+        left_out = sampler.list_left_out() if sampler is not None else None
         return self.record.report_counts(self.step, self.updates, left_out)
 
     def finish_run(self, sampler: SkippableSampler | None = None) -> None:

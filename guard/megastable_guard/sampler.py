@@ -18,6 +18,7 @@ is that of the run, so that a run that goes back does not end early.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 REMEMBERED = 4096  # steps whose beginnings are kept
+SHOWN = 20  # indices in a warning
 
 
 class Place(NamedTuple):
@@ -61,6 +63,7 @@ class SkippableSampler(Sampler[int]):
         self.length = size if updates is None else updates * self.batch
         self._place, self._starts = Place(), {0: Place()}
         self._skipped: set[int] = set()  # indices
+        self._dropped: set[int] = set()  # of the skipped ones, those that came with trouble twice, and are not named
         self._left_out: set[int] = set()  # positions of deferred samples
         # Index, after how many samples it is read, and its position.
         self._deferred: list[tuple[int, int, int]] = []
@@ -99,7 +102,7 @@ class SkippableSampler(Sampler[int]):
             trained: updates whose samples the loop has taken from the loader so far.
             skip: indices of bad samples, which are never read again.
             defer: steps whose samples, but those of `skip`, are read later instead. Those that were deferred before
-                came with trouble twice: without a `skip` that says which are bad, they are skipped.
+                came with trouble twice: without a `skip` that says which are bad, they are skipped, with a warning.
 
         Returns:
             Updates that the present iterator of a loader still yields before those of the new order, as it had fetched
@@ -114,13 +117,23 @@ class SkippableSampler(Sampler[int]):
             late |= late_read
         start = self._start_of(step)
         late_entries = {number: self._deferred[number] for number in sorted(late)}
+        dropped = set[int]()
         if not skip:
-            bad_indices |= {index for index, _, _ in late_entries.values()} - self._skipped
+            dropped = {index for index, _, _ in late_entries.values()} - self._skipped
+            bad_indices |= dropped
         if len(self._skipped | bad_indices) >= self.size:
             raise ValueError(
                 f"all {self.size:,} samples of the dataset are skipped: nothing is left to train on"
             )
         self._skipped |= bad_indices
+        self._dropped |= dropped
+        if dropped and self.rank == 0:
+            first_text = f"{sorted(dropped)[:SHOWN]}{' and more' if len(dropped) > SHOWN else ''}"
+            warnings.warn(
+                f"megastable guard: {len(dropped)} deferred samples came with trouble once more, and which of them are "
+                f"bad is not known: they are skipped: {first_text}; Guard.report(sampler) has all of them",
+                stacklevel=2,
+            )
         self._starts = {begun: place for begun, place in self._starts.items() if begun <= step}
         # Of a refused update that stays where it is, the late ones are counted as read.
         self._place = start._replace(late=start.late - sum(number < start.late for number in late))
@@ -166,15 +179,18 @@ class SkippableSampler(Sampler[int]):
         for returned_step in sorted((kept for kept in self._returned if kept > step), reverse=True):
             bad_indices, positions, late_entries = self._returned.pop(returned_step)
             self._skipped -= bad_indices
+            self._dropped -= bad_indices
             self._left_out -= positions
             taken_back = positions | {position for _, _, position in late_entries.values()}
             self._deferred = [entry for entry in self._deferred if entry[2] not in taken_back]
             for number, late_entry in late_entries.items():  # where they were: those before are read already
                 self._deferred.insert(number, late_entry)
 
-    def count_left_out(self) -> dict[str, int]:
-        """Samples that are deferred and not read again yet, and that are skipped for good."""
-        return {"deferred": len(self._deferred) - self._place.late, "skipped": len(self._skipped)}
+    def list_left_out(self) -> dict[str, list[int]]:
+        """Indices of samples that are deferred and not read again yet; that are skipped for good; and of these, that are
+        dropped: they were deferred, came with trouble once more, and nobody knows which of them are bad."""
+        pending = sorted(index for index, _, _ in self._deferred[self._place.late :])
+        return {"deferred": pending, "skipped": sorted(self._skipped), "dropped": sorted(self._dropped)}
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """For a checkpoint after `step` updates; None: after all that were yielded."""
@@ -182,6 +198,7 @@ class SkippableSampler(Sampler[int]):
         order = [self.size, self.seed, self.shuffle, self.batch]
         return {
             "place": list(place), "skipped": sorted(self._skipped), "left_out": sorted(self._left_out),
+            "dropped": sorted(self._dropped),
             "deferred": [list(entry) for entry in self._deferred], "order": order,
             "returned": [
                 [step, sorted(bad), sorted(left), [[number, *entry] for number, entry in late.items()]]
@@ -199,6 +216,7 @@ class SkippableSampler(Sampler[int]):
         self._place = Place(*state["place"])
         self._starts = {self._place.read // self.batch: self._place}
         self._skipped, self._left_out = set(state["skipped"]), set(state["left_out"])
+        self._dropped = set(state.get("dropped", ()))
         self._deferred = [(index, due, position) for index, due, position in state["deferred"]]
         self._returned = {
             step: (set(bad), set(left), {number: (index, due, place) for number, index, due, place in late})

@@ -24,7 +24,7 @@ from megastable.run.events.reading import KINDS
 from megastable.run.records import SCHEMA, read_newest_records
 from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
-from megastable_guard import run_files, step_files
+from megastable_guard import SkippableSampler, run_files, step_files
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
 from megastable_guard.guard_record import GuardRecord
 from megastable_guard.loop_guard import Guard
@@ -344,7 +344,15 @@ def test_bad_samples_that_were_named(tmp_path: Path) -> None:
     guard.record.note_cause(Cause.DATA, "one more", [8, 31])
     (evidence,) = incidents_of(tmp_path)
     assert evidence.incident.bad == [(7, 10), (30, 32)] and not evidence.problems
-    assert guard.report()["skipped_samples"] == 5
+    report, sampler = guard.report(), SkippableSampler(100, 2)
+    assert report["skipped_samples"] == 5 and report["skipped_ids"] == [[7, 10], [30, 32]]
+    sampler.seek(0, 0, skip=[5, 6, 40])
+    report = guard.report(sampler)
+    assert report["skipped_samples"] == 3 and report["skipped_ids"] == [[5, 7], [40, 41]]
+    assert report["dropped_ids"] == []
+    guard.record.note_cleared([7, 31])
+    guard.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert guard.report()["skipped_ids"] == [[8, 10], [30, 31]]
     (folder,) = write_incidents(tmp_path)
     text = (folder / "postmortem.md").read_text()
     assert "5 samples were bad." in text and "Bad samples, by index: 7-9, 30-31" in text
