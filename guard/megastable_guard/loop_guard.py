@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,17 @@ from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.guard_record import GuardRecord, GuardReport
-from megastable_guard.host_copies import HostCopies, Stateful, local_part, read_forward_state, restore_buffers
+from megastable_guard.host_copies import (
+    HostCopies,
+    Stateful,
+    find_inner_optimizers,
+    local_part,
+    read_forward_state,
+    restore_buffers,
+)
 from megastable_guard.policy_state import JUMP
 from megastable_guard.random_states import restore_random_states
-from megastable_guard.rate_limits import RateLimiter, read_rate
+from megastable_guard.rate_limits import RateLimiter, RefusalWatch, read_rate
 from megastable_guard.sample_examiner import (
     STEPS,
     ReadStep,
@@ -135,6 +143,8 @@ class Guard:
         self.deferred, self.skipped = list[int](), list[int]()
         self.samples, self._cleared = SampleExaminer(model, self.copies), 0
         self.rates = RateLimiter(self.copies.optimizers if self.copies is not None else ())
+        with suppress(TypeError):  # of an optimizer that is not of torch
+            RefusalWatch(find_inner_optimizers(optimizer), lambda: not self.applies)
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
         self._examined: ExaminedIncident | None = None

@@ -1,4 +1,5 @@
-"""Limits of the learning rate that a trial has chosen, in a loop whose schedule belongs to somebody else. Needs torch.
+"""Limits of the learning rate that a trial has chosen, in a loop whose schedule belongs to somebody else; and what that
+loop does with updates that were refused. Needs torch.
 
 A scheduler may compute the next rate from the present one, so a limited rate must not stay in the optimizer: it is put
 in right before an update, and the scheduled one is put back right after it.
@@ -7,7 +8,8 @@ in right before an update, and the scheduled one is put back right after it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +61,29 @@ class RateLimiter:
     def _raise_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._scheduled.pop(id(optimizer), ()), strict=False):
             set_rate(group, rate)
+
+
+class RefusalWatch:
+    """Warns once where an optimizer is stepped although its update was refused. A step without gradients changes nothing.
+
+    Args:
+        optimizers: of torch.
+        is_refused: whether the update that was judged last was refused.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], is_refused: Callable[[], bool]) -> None:
+        self.is_refused, self._has_warned = is_refused, False
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._look_at_step)
+
+    def _look_at_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._has_warned or not self.is_refused():
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter.grad is not None for parameter in parameters):
+            self._has_warned = True
+            warnings.warn(
+                "megastable guard: an update was refused, but the optimizer was stepped all the same: step it and the "
+                "scheduler only if verdict.apply, or call guard.hold_refused(scheduler) once",
+                stacklevel=2,
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,18 @@ from torch import Tensor, nn
 
 from megastable_guard.actions import Action
 from megastable_guard.guard_config import GuardConfig, PolicyConfig
+from megastable_guard.loop_guard import Guard
 from megastable_guard.policy import Policy
 from megastable_guard.rate_limits import RateLimiter, read_rate
-from tests.guard.test_sample_examiner import BATCH, STEPS, NamingLoop, read_events, resume, write_samples
+from tests.guard.test_sample_examiner import (
+    BATCH,
+    STEPS,
+    NamingLoop,
+    choose_samples,
+    read_events,
+    resume,
+    write_samples,
+)
 
 JUMPED, LASTS, TIMES = 100, 40, 30.0  # the step whose rate jumps, for how many steps, and how high
 
@@ -103,6 +114,41 @@ def test_read_rate_is_the_largest_of_all_groups() -> None:
     assert (
         read_rate([torch.optim.SGD(groups), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.125)]) == 0.25
     )
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_refused_update_that_is_made_all_the_same_is_warned_of_once(keep: int) -> None:
+    """Not where nothing is changed, and not where the optimizer is held."""
+    for is_held in (True, False):
+        weights = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
+        guard = Guard(weights, optimizer, keep=keep)
+        if is_held:
+            guard.hold_refused()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for loss in (4.0, math.nan, 4.0, math.nan):
+                weights(torch.ones(2)).sum().backward()
+                guard.check(loss=loss, grad_norm=1.0)
+                if math.isfinite(loss):
+                    optimizer.step()
+                optimizer.zero_grad()
+                optimizer.step()
+            assert not warned
+            for _ in range(2):
+                weights(torch.ones(2)).sum().backward()
+                optimizer.step()
+        assert ["only if verdict.apply, or call guard.hold_refused(scheduler)" in str(w.message) for w in warned] == [
+            True
+        ][is_held:]
+
+
+def test_trials_and_rewinds_are_no_refused_updates_that_are_made() -> None:
+    bad = choose_samples(0, (4, 4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop = NamingLoop(write_samples(0, bad)).train(STEPS)
+    assert any(verdict.rewind for verdict in loop.verdicts) and sorted(loop.named) == sorted(bad)
 
 
 def test_a_rate_that_jumps_is_limited(tmp_path: Path) -> None:
