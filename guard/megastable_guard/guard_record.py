@@ -95,8 +95,9 @@ class GuardRecord:
         """On every rank, behind `begin_run`, with what it returned. A run that is resumed counts what happened to its
         incidents after the checkpoint, too: that it was undone by the end of the process is no reason to hide it."""
         self.has_begun = True
-        last_number, self.state.number = self.state.number, max(
-            [self.state.number, *(summary["number"] for summary in told_incidents)]
+        last_number, self.state.number = (
+            self.state.number,
+            max([self.state.number, *(summary["number"] for summary in told_incidents)]),
         )
         for summary in told_incidents if self._is_resumed else ():
             with suppress(ValidationError):  # of megastable's own run, or damaged
@@ -194,13 +195,15 @@ class GuardRecord:
         if action.rewinds or open_incident.actions[-1:] != [action]:
             open_incident.actions.append(action)
             open_incident.reasons.append(decision.reason)
-        if is_new or not is_applied:  # so the journal has all of it, whenever the process dies
+        if Action.ALERT in open_incident.actions:
+            open_incident.kind = "divergent"
+        if (
+            is_new or is_first_alert or not is_applied
+        ):  # so the journal has all of it, whenever the process dies
             self._tell_incident(
                 "opened", step=finding.step, verdict=finding.verdict, onset=finding.onset, action=action,
                 reason=decision.reason,
             )  # fmt: skip
-        if Action.ALERT in open_incident.actions:
-            open_incident.kind = "divergent"
         if is_first_alert:
             self.state.alerts += 1
             self._tell("alert", what="begun", step=finding.step, reason=decision.reason, **self._story())
@@ -223,16 +226,22 @@ class GuardRecord:
             self.files.flush_steps(to_step, "rewind")
         self._stepped = time.monotonic()
 
-    def note_cause(self, cause: Cause, reason: str, skipped: Sequence[int] = ()) -> None:
-        """The samples of the open incident were examined. skipped: indices of bad ones, which are not read again."""
+    def note_cause(
+        self, cause: Cause, reason: str, skipped: Sequence[int] = (), action: Action | None = None
+    ) -> None:
+        """The samples of the open incident were examined. skipped: indices of bad ones, which are not read again; action:
+        what is done beside the rewind."""
         open_incident = self._find_open()
         if open_incident is None:
             return
         open_incident.cause = cause
         open_incident.reasons.append(reason)
+        open_incident.actions += [action] if action is not None else []
         self.state.skipped_ids = _find_ranges(_list_ids(self.state.skipped_ids) | {*skipped})
         open_incident.positions = _find_ranges(_list_ids(open_incident.positions) | {*skipped})
-        self._tell_incident("attributed", cause=cause, reason=reason, positions=_find_ranges({*skipped}))
+        self._tell_incident(
+            "attributed", cause=cause, reason=reason, positions=_find_ranges({*skipped}), action=action
+        )
 
     def note_cleared(self, ids: Sequence[int]) -> None:
         """Samples that were named, and are read again: another look has shown that they are not bad."""

@@ -464,7 +464,9 @@ class Guard:
         if trial is None or chosen_offer is None:
             return False
         chosen_remedy = policy.adopt_remedy(chosen_offer, trial.reason)
-        self.record.note_cause(chosen_remedy.cause, chosen_remedy.reason)
+        limited_rate = policy.limit_rate(self.updates + policy.config.rewarm_steps, highest_rate)
+        told_reason = f"from {highest_rate:.3g} to {limited_rate:.3g}: {chosen_remedy.reason}"
+        self.record.note_cause(chosen_remedy.cause, told_reason, action=chosen_remedy.action)
         return True
 
     def _without_refusals(self, work: Callable[[], T]) -> T:

@@ -356,7 +356,9 @@ class Policy:
             if taken_count >= most
         ]
         return (
-            f"{spent[0]} per {self.config.budget_window} steps (stability.policy) are spent" if spent else ""
+            f"{spent[0]} per {self.config.budget_window} steps (policy.budget_window) are spent"
+            if spent
+            else ""
         )
 
     def _tell_spent_handovers(self) -> str:
@@ -391,7 +393,9 @@ class Policy:
         ]  # fmt: skip
         if len(rewinds_here) >= SAME_PLACE:
             first_step, *_, last_step = sorted(t.step for t in rewinds_here)
-            place_text = f"step {last_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+            place_text = (
+                f"step {last_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+            )
             return f"it was rewound {len(rewinds_here)} times around {place_text} already"
         # The steps of a wait are paid for: whoever allowed it allowed that they may be lost.
         if not self._has_waited and not self.may_redo(finding.step - finding.onset):
@@ -555,7 +559,7 @@ class Policy:
                 least_steps = policy_state.limit_duration(s.limits, rate_limit, c)
                 lasting_text = f"for {least_steps} steps of new ground at least"
                 if least_steps is None:
-                    lasting_text = f"for good (stability.policy.cuts={c.cuts}, cut_rest={c.cut_rest})"
+                    lasting_text = f"for good (policy.cuts={c.cuts}, policy.cut_rest={c.cut_rest})"
                 action = Action.CAP_LR if rate_limit.kind == "cap" else Action.CUT_LR
                 decision_reason = f"{policy_state.describe_limit(rate_limit)}, {lasting_text}"
                 return Remedy(action, Cause.LEARNING_RATE, decision_reason)

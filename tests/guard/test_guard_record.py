@@ -7,9 +7,11 @@ import gc
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastable.report.postmortem import incidents_of, write_incidents
+from megastable.report.postmortem import incidents_of, sentences, write_incidents
+from megastable.report.postmortem.pictures import draw_steps
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.events.event import Event
 from megastable.run.events.reading import KINDS
@@ -26,12 +29,16 @@ from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
 from megastable_guard import SkippableSampler, run_files, step_files
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
+from megastable_guard.guard_config import PolicyConfig
 from megastable_guard.guard_record import GuardRecord
 from megastable_guard.loop_guard import Guard
+from megastable_guard.policy import Policy
 from megastable_guard.policy_state import PolicyState
 from megastable_guard.step_files import GuardedStep, StepFiles
 from tests.distributed import run_ranks
 from tests.guard.test_loop_guard import BURST, STEPS, Loop, as_ddp
+from tests.guard.test_rate_limits import JumpingLoop
+from tests.guard.test_sample_examiner import write_samples
 from tests.journal import events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,9 +136,55 @@ def test_the_postmortem_of_a_guarded_run(finished: Path) -> None:
     assert rewound.cost.step_seconds and len(rewound.passes) == 2
     folders = write_incidents(finished)
     text = (folders[1] / "postmortem.md").read_text()
-    assert "rewound in memory to step 80" in text and "None" not in text.replace("None.", "")
+    assert (
+        "rewound in memory to step 80" in text
+        and "learning rate" not in text
+        and "None" not in text.replace("None.", "")
+    )
     assert {"report.html", "plot.png"} <= {path.name for path in folders[1].iterdir()}
     assert ">, " not in (folders[1] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_a_page_tells_of_a_learning_rate_that_jumped(is_limited: bool, tmp_path: Path) -> None:
+    """From what to what, and shows it; with the limit that a trial has chosen, and without names, which has none."""
+    loop = JumpingLoop(write_samples(0), names=is_limited, run_dir=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop.train(140)
+    (evidence,), (folder,) = incidents_of(tmp_path), write_incidents(tmp_path)
+    text, figure = (folder / "postmortem.md").read_text(), vars(draw_steps)["__wrapped__"](evidence)
+    assert [axis.get_ylabel() for axis in figure.axes][2:] == ["learning rate"]
+    assert "rose from 0.01 to 0.3 at step 100." in text
+    last_text = (
+        "continued with the learning rate capped at its value there"
+        if is_limited
+        else "Nothing more was done"
+    )
+    assert (
+        last_text in text
+        and ("Reason: from 0.3 to 0.01: the learning rate stays at or below" in text) is is_limited
+    )
+    assert evidence.incident.actions == ["rewind"] + (["cap_lr"] if is_limited else ["rewind", "alert"])
+    assert evidence.incident.kind == ("recoverable" if is_limited else "divergent")
+    assert ("Begin the next run of this size with a lower peak rate, or a longer" in text) is is_limited
+    assert ("Find out why the learning rate rose. Given check(sample_ids=)" in text) is not is_limited
+
+
+def test_what_to_do_next_names_nothing_that_the_loop_has_not(finished: Path) -> None:
+    """No recipe, and no command that needs one."""
+    (evidence, _), told_texts = incidents_of(finished), list[str]()
+    for cause in Cause:
+        for outcome in ("open", "healed", "stopped"):
+            changes = {"cause": cause.value, "outcome": outcome, "actions": ["rewind", "alert"]}
+            incident = evidence.incident.model_copy(update=changes)
+            steps_told = sentences.follow_ups(evidence.model_copy(update={"incident": incident}))
+            told_texts += [f"{text} {command}" for text, command in steps_told]
+    told_text = "\n".join(told_texts)
+    assert "until a budget of PolicyConfig comes back" in told_text and "lower beta2 or the rate" in told_text
+    assert not re.search(r"stability\.|schedule\.|optimizer\.|backtest|layers\.csv|inspect", told_text)
+    spent = Policy(PolicyConfig(rewinds=0)).decide_on_step(Finding(9, Verdict.SPIKE, 2.0, 9), 0)
+    assert "(policy.budget_window) are spent" in spent.reason
 
 
 def test_report_is_json_and_a_text(finished: Path, tmp_path: Path) -> None:
@@ -213,7 +266,9 @@ def drive(guard: Guard, steps: int, bad: Sequence[int]) -> None:
             guard.rewind()
 
 
-@pytest.mark.parametrize(("saved", "count"), [(55, 2), (62, 1), (90, 3)])  # before an incident, in it, after it
+@pytest.mark.parametrize(
+    ("saved", "count"), [(55, 2), (62, 1), (90, 3)]
+)  # before an incident, in it, after it
 def test_report_of_a_resumed_run_has_what_its_journal_has(saved: int, count: int, tmp_path: Path) -> None:
     """Twice it goes on from the same checkpoint; the first time it is killed after an incident that is over, the second
     time in one, with two refused updates. The report counts as `megastable status` does."""

@@ -138,9 +138,9 @@ def test_a_refused_update_that_is_made_all_the_same_is_warned_of_once(keep: int)
             for _ in range(2):
                 weights(torch.ones(2)).sum().backward()
                 optimizer.step()
-        assert ["only if verdict.apply, or call guard.hold_refused(scheduler)" in str(w.message) for w in warned] == [
-            True
-        ][is_held:]
+        assert [
+            "only if verdict.apply, or call guard.hold_refused(scheduler)" in str(w.message) for w in warned
+        ] == [True][is_held:]
 
 
 def test_trials_and_rewinds_are_no_refused_updates_that_are_made() -> None:

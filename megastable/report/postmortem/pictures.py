@@ -15,6 +15,7 @@ from megastable.base.text import escape_character, make_visible
 from megastable.report.figures import limit_value
 from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
+from megastable.report.postmortem.sentences import find_rate_jump
 from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ def _as_png(draw: Callable[Given, Figure]) -> Callable[Given, bytes]:
 
 @_as_png
 def draw_steps(e: Evidence) -> Figure:
-    """Loss, gradient norm and, if cut, the learning rate around an incident of which there are steps."""
+    """Loss, gradient norm and, if cut or risen at once, the learning rate around an incident of which there are steps."""
     from matplotlib.lines import Line2D
 
-    rate_cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions))
+    rate_cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions)) or find_rate_jump(e) is not None
     panels = [("loss", "loss (nats per token)"), ("grad_norm", "gradient norm")]
     panels += [("lr", "learning rate")] if rate_cut else []
     figure = _figure(10, 6.2 if rate_cut else 5.2)

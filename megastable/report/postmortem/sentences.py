@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from megastable.base.text import count_noun, show_duration, show_ranges
 from megastable.base.text import describe_deferral as told_off
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import SampleEntry
-from megastable.report.postmortem.facts import Evidence, IncidentFacts
+from megastable.report.postmortem.facts import Evidence, IncidentFacts, StepRow
 from megastable.report.postmortem.sample_texts import count_positions
+from megastable_guard.policy_state import JUMP
 
+NEAR = 20  # steps before an onset in which the learning rate is looked at
 NAMED = 1000  # most documents named by an incident (incident_log.py)
 TYPES = {
     "recoverable": ("type 1, recoverable", "a spike undone by one rewind"),
@@ -172,6 +175,11 @@ def _found_and_done(e: Evidence) -> str:
     }.get(i.cause, "")
     if i.cause == "hardware" and i.verdict == "corrupted":  # the symptom says so
         cause_text = ""
+    if jump := find_rate_jump(e):
+        before, row = jump
+        rates_text = f"from {before.lr:.3g} to {row.lr:.3g}"
+        rate_name = "It" if i.cause == "learning_rate" else "The learning rate"
+        cause_text = f"{cause_text} {rate_name} rose {rates_text} at step {row.step:,}.".strip()
     winner = next((b.label for trial in e.trials[-1:] for b in trial.branches if b.name == trial.chosen), "")
     remedy = f"the remedy whose branch was clearly better{winner and f': {winner}'}"
     skipped = ", skipped them" if i.cause == "data" else ""
@@ -366,7 +374,7 @@ def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
     elif i.outcome == "open" and i.actions[-1:] == ["alert"]:
         yield FollowUp(
             "Decide on the cause below, and whether the run is worth going on: nothing more is done automatically "
-            "until a budget of stability.policy comes back."
+            f"until a budget of {'PolicyConfig' if e.run.guarded else 'stability.policy'} comes back."
         )
     elif i.outcome == "open":
         yield FollowUp(
@@ -427,6 +435,8 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         if i.cause != "numerics":
             yield FollowUp("If it comes back without FP8, the rate is cut next: optimizer.lr was too high.")
+    elif r.guarded:
+        yield from _advise_loop(e)
     elif i.cause == "learning_rate":
         lower = ""
         if r.lr and r.cut_factor:
@@ -454,6 +464,30 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             "Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.",
             "megastable preflight --burn-in 30 -- --hostfile hostfile",
         )
+
+
+def _advise_loop(e: Evidence) -> Iterator[FollowUp]:
+    """By cause, for a loop of somebody else, which has no recipe."""
+    cause = e.incident.cause
+    if cause == "learning_rate":
+        yield FollowUp("Begin the next run of this size with a lower peak rate, or a longer warm-up.")
+        yield FollowUp("PolicyConfig's cuts and cut_rest say how many limits there may be, and for how long.")
+    elif find_rate_jump(e) is not None:
+        yield FollowUp(
+            "Find out why the learning rate rose. Given check(sample_ids=) and use_replay, the guard tries limits of it."
+        )
+    elif cause == "state":
+        yield FollowUp("If it comes back, lower beta2 or the rate: the optimizer's memory outlived its data.")
+
+
+def find_rate_jump(e: Evidence) -> tuple[StepRow, StepRow] | None:
+    """The steps before and at which the learning rate of a loop of somebody else rose at once, shortly before an
+    incident or in it; None: it did not."""
+    first_step, last_step = e.incident.onset - NEAR, e.incident.step
+    for before, row in (pair for part in e.passes for pair in pairwise(part)) if e.run.guarded else ():
+        if first_step <= row.step <= last_step and 0 < JUMP * (before.lr or 0) < (row.lr or 0):
+            return before, row
+    return None
 
 
 def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
