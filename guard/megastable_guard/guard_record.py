@@ -31,8 +31,8 @@ REMEMBERED = 100  # incidents in a report and in a checkpoint
 class RecordState(BaseModel):
     """The counts of a run, for a checkpoint. refused, rewinds, alerts: so far; steps_lost: undone and done again;
     deferred: steps whose data was left for later; skipped_ids: of bad samples that were named, [first, end); count: of
-    incidents; incidents: the newest ones; number: of the last one in the run directory; open: of the one that is not over, 0 = none; losses:
-    the last applied steps, with their loss."""
+    incidents; incidents: the newest ones; number: of the last one in the run directory; open: of the one that is not
+    over, 0 = none; losses: the last applied steps, with their loss."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
 
@@ -229,8 +229,8 @@ class GuardRecord:
     def note_cause(
         self, cause: Cause, reason: str, skipped: Sequence[int] = (), action: Action | None = None
     ) -> None:
-        """The samples of the open incident were examined. skipped: indices of bad ones, which are not read again; action:
-        what is done beside the rewind."""
+        """The samples of the open incident were examined. skipped: indices of bad ones, which are not read again;
+        action: what is done beside the rewind."""
         open_incident = self._find_open()
         if open_incident is None:
             return
@@ -291,8 +291,8 @@ class GuardRecord:
             steps=step, updates=updates, refused=s.refused, rewinds=s.rewinds, steps_lost=s.steps_lost,
             deferred_steps=s.deferred, deferred_samples=len(sample_ids["deferred"]) if left_out else None,
             skipped_samples=len(skipped_ids), skipped_ids=[*map(list, _find_ranges(skipped_ids))],
-            dropped_ids=[*map(list, _find_ranges(sample_ids.get("dropped", set())))], alerts=s.alerts, incident_count=s.count,
-            incidents=[incident.model_dump(mode="json") for incident in s.incidents],
+            dropped_ids=[*map(list, _find_ranges(sample_ids.get("dropped", set())))], alerts=s.alerts,
+            incident_count=s.count, incidents=[incident.model_dump(mode="json") for incident in s.incidents],
         )  # fmt: skip
 
     def read_state(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class RateLimiter:
 
 
 class RefusalWatch:
-    """Warns once where an optimizer is stepped although its update was refused. A step without gradients changes nothing.
+    """Warns once where an optimizer is stepped although its update was refused. Without gradients that changes nothing.
 
     Args:
         optimizers: of torch.

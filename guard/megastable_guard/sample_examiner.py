@@ -122,8 +122,8 @@ def gather_steps(own_steps: Sequence[ReadStep]) -> list[ReadStep]:
 
 
 def share_first(work: Callable[[], T]) -> T:
-    """The result of `work` on the first rank, on all: CPUs of another kind round a logarithm differently. What it raises
-    there is raised on all: the others would wait for it."""
+    """The result of `work` on the first rank, on all: CPUs of another kind round a logarithm differently. What it
+    raises there is raised on all: the others would wait for it."""
     if count_ranks() == 1:
         return work()
     shared_answer: list[Any] = [None, None]

@@ -189,8 +189,8 @@ class SkippableSampler(Sampler[int]):
                 self._deferred.insert(number, late_entry)
 
     def list_left_out(self) -> dict[str, list[int]]:
-        """Indices of samples that are deferred and not read again yet; that are skipped for good; and of these, that are
-        dropped: they were deferred, came with trouble once more, and nobody knows which of them are bad."""
+        """Indices of samples that are deferred and not read again yet; that are skipped for good; and of these, that
+        are dropped: they were deferred, came with trouble once more, and nobody knows which of them are bad."""
         pending = sorted(index for index, _, _ in self._deferred[self._place.late :])
         return {"deferred": pending, "skipped": sorted(self._skipped), "dropped": sorted(self._dropped)}
 

@@ -168,7 +168,7 @@ def test_a_page_tells_of_a_learning_rate_that_jumped(is_limited: bool, tmp_path:
     assert evidence.incident.actions == ["rewind"] + (["cap_lr"] if is_limited else ["rewind", "alert"])
     assert evidence.incident.kind == ("recoverable" if is_limited else "divergent")
     assert ("Begin the next run of this size with a lower peak rate, or a longer" in text) is is_limited
-    assert ("Find out why the learning rate rose. Given check(sample_ids=)" in text) is not is_limited
+    assert ("Find out why the learning rate rose. With check(sample_ids=)" in text) is not is_limited
 
 
 def test_what_to_do_next_names_nothing_that_the_loop_has_not(finished: Path) -> None:

@@ -55,7 +55,7 @@ def _as_png(draw: Callable[Given, Figure]) -> Callable[Given, bytes]:
 
 @_as_png
 def draw_steps(e: Evidence) -> Figure:
-    """Loss, gradient norm and, if cut or risen at once, the learning rate around an incident of which there are steps."""
+    """Loss, gradient norm and, if it was cut or has jumped, the learning rate around an incident with steps."""
     from matplotlib.lines import Line2D
 
     rate_cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions)) or find_rate_jump(e) is not None

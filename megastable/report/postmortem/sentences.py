@@ -474,7 +474,7 @@ def _advise_loop(e: Evidence) -> Iterator[FollowUp]:
         yield FollowUp("PolicyConfig's cuts and cut_rest say how many limits there may be, and for how long.")
     elif find_rate_jump(e) is not None:
         yield FollowUp(
-            "Find out why the learning rate rose. Given check(sample_ids=) and use_replay, the guard tries limits of it."
+            "Find out why the learning rate rose. With check(sample_ids=) and use_replay the guard tries limits of it."
         )
     elif cause == "state":
         yield FollowUp("If it comes back, lower beta2 or the rate: the optimizer's memory outlived its data.")
