@@ -278,6 +278,9 @@ def test_report_of_a_resumed_run_has_what_its_journal_has(saved: int, count: int
     for steps, bad in ((50, (10, 11, 12, 13)), (14, (10, 12)), (50, ())):
         guard = get_guard(Loop(True, run_dir=tmp_path))
         guard.load_state_dict(state)
+        drive(guard, saved + 1, ())
+        outcomes = [incident["outcome"] for incident in guard.report()["incidents"]]
+        assert outcomes == ["open"] if saved == 62 else "open" not in outcomes
         drive(guard, saved + steps, [saved + number for number in bad])
     report, status, told_incidents = guard.report(), read_status(tmp_path), [*incidents_of(tmp_path)]
     lines = [name for name, _ in told(tmp_path)]
