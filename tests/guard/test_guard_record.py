@@ -213,6 +213,8 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     assert (first.incident.outcome, first.incident.onset) == ("stopped", 60)
     assert first.incident.reasons[-1] == "its process ended before it was proven to be over"
     assert (second.incident.outcome, second.incident.onset) == ("open", 70)
+    report = get_guard(newer).report()  # of its own ones
+    assert [case["number"] for case in report["incidents"]] == [2] and report["refused"] == 1
     with RunReader(tmp_path).records.hold_table() as held:
         assert len(held.steps) == 61 + 70  # all of the former one, when the newer one began
     get_guard(former).finish_run()  # does not free the directory of the other
