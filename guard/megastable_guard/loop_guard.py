@@ -326,14 +326,16 @@ class Guard:
 
     def _examine_refused(self) -> None:
         """Name the bad samples of the update that was refused; the others may be read later. As no trial has shown
-        that they harm, they are skipped only if each is far out by itself, and while they are few: where most of a
-        batch is, the data may only be new."""
+        that they harm, they are skipped only if each is far out by itself, and while they are few. Where most of a
+        batch is, the data may only be new: all of it is read later, and what is refused then, too, is skipped."""
         found, policy = self.samples.examine_refused(self.step), self.judge.policy
         if found is None:
             return
         self.deferred = [self.step]
         are_few = 2 * len(found.alone) <= len(found.suspects)
-        if found.alone and are_few and policy.may_take_untried(len(found.alone)):
+        came_twice = self.samples.refused_ids.issuperset(found.alone)
+        self.samples.refused_ids.update(suspect.position for suspect in found.suspects)
+        if found.alone and (are_few or came_twice) and policy.may_take_untried(len(found.alone)):
             policy.take_untried(len(found.alone))
             policy.note_skipped(found.alone, proven=False)
             self.skipped = found.alone

@@ -300,6 +300,7 @@ class SampleExaminer:
         self.at_once = 1
         self.ahead: Callable[[int], Sequence[int]] | None = None
         self.bad_by_step: dict[int, list[int]] = {}  # named so far, and skipped
+        self.refused_ids = set[int]()  # of updates that were refused alone
         self._read_steps = deque[ReadStep]()  # of this rank, ascending
         self._sample_count = 0  # of them
         # Samples that are read between the next copy and the one after it, and their losses at the last copy.

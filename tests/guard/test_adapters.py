@@ -278,7 +278,7 @@ def test_an_update_that_is_refused_alone_gives_its_good_samples_back_past_what_w
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("accelerate")
-    bad = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))[(FIRST - 1) * 2 * BATCH :][:12]
+    bad = list(SkippableSampler(SIZE, 2 * BATCH, seed=1))[(FIRST - 1) * 2 * BATCH :][:8]
     weights = []
     for workers in (0, 2):
         train = partial(train_naming, after=160, workers=workers)

@@ -1,4 +1,4 @@
-"""50,000 healthy steps of real training, half of them with names, with the schedules that people use: nothing is done."""
+"""50,000 healthy steps of real training, half of them with names, with schedules that people use: nothing is done."""
 
 from __future__ import annotations
 

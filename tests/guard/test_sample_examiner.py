@@ -83,7 +83,8 @@ class NamingLoop:
     def __init__(
         self, samples: Tensor, seed: int = 0, skip: Sequence[int] = (),
         wrap: Callable[[Any], Any] = lambda model: model, losses: bool = False, ahead: bool = True, names: bool = True,
-        holds: bool = False, false_rises: Mapping[int, float] | None = None, spoilt: Sequence[int] = (), **options: Any,
+        holds: bool = False, false_rises: Mapping[int, float] | None = None, spoilt: Sequence[int] = (),
+        after: int = 10_000, **options: Any,
     ) -> None:  # fmt: skip
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.samples, self.factors = samples, torch.ones(SAMPLES)
@@ -97,8 +98,8 @@ class NamingLoop:
         if holds:
             self.guard.hold_refused(self.scheduler)
         self.sampler = SkippableSampler(
-            SAMPLES, BATCH // self.ranks, seed=seed, updates=2 * STEPS, rank=self.rank, ranks=self.ranks
-        )
+            SAMPLES, BATCH // self.ranks, seed=seed, updates=2 * STEPS, rank=self.rank, ranks=self.ranks, after=after
+        )  # fmt: skip
         if not losses:
             look_ahead = self.sampler.look_ahead if ahead else None
             self.guard.use_replay(self.replay, 4, look_ahead)
@@ -217,6 +218,14 @@ def test_a_refused_update_loses_its_bad_samples_alone(losses: bool, tmp_path: Pa
     assert named_ids == sorted(bad) and loop.guard.report()["skipped_samples"] == len(bad)
     # Looking at them has left no trace: the others are read after the end of this run.
     assert same(state, NamingLoop(write_samples(0, bad), names=False).train(STEPS).read_state())
+
+
+def test_most_of_a_batch_is_skipped_only_if_it_is_refused_twice() -> None:
+    bad = choose_samples(0, [12])
+    loop = NamingLoop(write_samples(0, bad), after=20 * BATCH).train(STEPS)
+    assert [(verdict.step, verdict.rewind) for verdict in loop.verdicts[:1]] == [(100, False)]
+    assert len(loop.verdicts) == 2 and sorted(loop.named) == sorted(bad)
+    assert loop.guard.report(loop.sampler)["deferred_samples"] == 0
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
