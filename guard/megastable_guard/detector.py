@@ -230,11 +230,6 @@ class Detector:
         """A copy: later observations do not change it."""
         return self._state.model_copy(deep=True)
 
-    @property
-    def has_trend(self) -> bool:
-        """Whether the opening of the run is over."""
-        return self._state.opening is None
-
     def begin_again(self) -> None:
         """Judge the coming steps as those of a run that begins: they are of another kind than those before."""
         jump_records = self._state.loss.record, self._state.norm.record

@@ -187,7 +187,7 @@ class HostCopies:
         restored meanwhile. The gradients stay, and are the parameters' no more."""
         present_copy = self._copy_state(step, read_forward_state(self.model))
         gradients = list[tuple[Tensor, Tensor, Tensor]]()
-        for parameter in {id(p): p for p in [*self.model.parameters(), *self._masters()]}.values():
+        for parameter in [*self.model.parameters(), *self._masters()]:
             if parameter.grad is not None:
                 # DDP may write those of the next backward pass into the same memory.
                 gradients.append((parameter, parameter.grad, self._copy(parameter.grad)))
@@ -239,8 +239,12 @@ class HostCopies:
         for name, other in self.others.items():
             other.load_state_dict(shard_like(other.state_dict(), kept_copy.others[name], self._copy_deeply))
         restore_random_states(kept_copy.forward.random)
-        for inner_optimizer in self.optimizers:
-            inner_optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Those of the model and of the optimizers, which may hold others than the model's parameters."""
+        for parameter in [*self.model.parameters(), *self._masters()]:
+            parameter.grad = None
 
     def restore_weights(self, kept_copy: StateCopy) -> None:
         """Weights and buffers alone: to measure by."""
@@ -248,6 +252,7 @@ class HostCopies:
             for name, tensor in self.model.named_parameters():
                 local_part(tensor).copy_(kept_copy.weights[name])
         restore_buffers(self.model, kept_copy.forward)
+        torch.clear_autocast_cache()  # of the weights before, where a loop's autocast spans the step
 
     def _restore_moments(
         self, optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Any]

@@ -130,6 +130,10 @@ class Guard:
         keep: int = 3, run_dir: str | Path | None = None,
     ) -> None:  # fmt: skip
         stateful_parts = {**({"scheduler": scheduler} if scheduler is not None else {}), **(others or {})}
+        if any(isinstance(part, SkippableSampler) for part in stateful_parts.values()):
+            raise TypeError(
+                "others has a SkippableSampler: it goes back by its own seek, with what guard.rewind returns"
+            )
         self.model, self.optimizer, self.others = model, optimizer, stateful_parts
         self._optimizers: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self.applies = True  # the last update
@@ -148,8 +152,8 @@ class Guard:
         self._judgements: dict[int, CopiedJudgement] = {}
         self._decision: Decision | None = None
         self._examined: ExaminedIncident | None = None
-        # Until when the incident that was looked at last is not looked at again, and how many steps that were.
-        self._calm_until, self._calm_steps = 0, 0
+        # The step of the last look at an incident where nothing was wrong, and for how many steps none follows.
+        self._looked, self._calm_steps = 0, 0
         self._forward, self._awaits_forward, self._alert = read_forward_state(model), True, ""
         self._sees_forward = False  # not in Lightning, which calls no `forward`
         for part in model if isinstance(model, torch.nn.ModuleList) else [model]:
@@ -175,6 +179,11 @@ class Guard:
             ahead: from a count, to the ids that this rank reads next, such as `SkippableSampler.look_ahead`: a bad
                 region is followed to its end, and trials are measured on the data to come.
         """
+        if any(type(part).__name__ == "FullyShardedDataParallel" for part in self.model.modules()):
+            raise ValueError(
+                "FSDP1 keeps whole weights after a pass without gradients, and would train on them: to name samples "
+                "take FSDP2 (fully_shard), or leave use_replay out"
+            )
         self.samples.replay, self.samples.at_once, self.samples.ahead = replay, at_once, ahead
 
     def check(
@@ -228,16 +237,10 @@ class Guard:
             self.samples.remember_step(
                 ReadStep(self.step, own_ids, own_losses, not was_refused, norm_value, scheduled_rate)
             )
-        is_shifted = step_decision.finding.verdict is Verdict.SHIFT and self.step > self._calm_until
-        if step_decision.action is Action.APPLY and (is_shifted or (judged_before and is_good)):
-            step_decision = self._compare_with_copy(step_decision)
         step_decision, self._examined = self._look_before_rewind(step_decision, norm_value)
-        is_good = (is_good and step_decision.applies) or (
-            self._examined is not None and self._examined.is_over
-        )
+        is_good = is_good or (self._examined is not None and self._examined.is_over)
         if self.copies and judged_before and (is_good or not self.copies.steps):
             self.copies.take_copy(self.step - 1, self._forward)
-            self.samples.take_probe(self.step - 1)
             self._judgements[self.step - 1] = judged_before
             self._judgements = {step: self._judgements[step] for step in self.copies.steps}
         self._decision, step_verdict = step_decision, self._make_verdict(step_decision)
@@ -299,6 +302,7 @@ class Guard:
         restored_copy = self.copies.newest[0]
         self.step, self._forward, self._awaits_forward = restored_copy.step, restored_copy.forward, True
         self.samples.forget_after(self.step)
+        self._looked = self._calm_steps = 0
         copied_judgement = self._judgements[self.step]
         self._judgements = {step: kept for step, kept in self._judgements.items() if step <= self.step}
         self.updates, self._decision = copied_judgement.updates, None
@@ -342,59 +346,55 @@ class Guard:
             self.samples.bad_by_step[self.step] = self.skipped
         self.record.note_cause(found.cause, found.reason, self.skipped)
 
-    def _compare_with_copy(self, decision: Decision) -> Decision:
-        """The decision on a step before which a copy is due, or whose loss has another level with an ordinary gradient,
-        as of other data: the steps since are looked at, if the state has become worse."""
-        finding, policy = decision.finding, self.judge.policy
-        oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
-        if self.copies is None or oldest_copy is None or not self.judge.detector.has_trend:
-            return decision
-        is_shift = finding.verdict is Verdict.SHIFT
-        onset = finding.onset if is_shift else self.copies.steps[-1] + 1
-        rise = self.samples.find_rise() if policy.may_look_back(self.step, onset, oldest_copy) else ""
-        if rise:
-            return policy.undo_steps(
-                Finding(self.step, Verdict.DAMAGE, 1.0, onset, rise, on_trend=False), rise
-            )
-        if is_shift:
-            self._keep_calm()
-        return decision
-
-    def _keep_calm(self) -> None:
-        """Nothing was wrong: what goes on is looked at again later, and later each time."""
-        is_soon = self.step <= self._calm_until + CALM
-        self._calm_steps = 2 * self._calm_steps if is_soon else CALM
-        self._calm_until = self.step + self._calm_steps
-
     def _look_before_rewind(
         self, decision: Decision, norm: float
     ) -> tuple[Decision, ExaminedIncident | None]:
         """The decision on an incident, after a look at it from the state before: where it is over, the update is
-        applied, and nothing undone."""
+        applied, and nothing undone. So is a new level of the loss with an ordinary gradient, as of other data, looked
+        at: if the state has become worse, it was not the data. norm: of the gradient of this step."""
         finding, policy, examined = decision.finding, self.judge.policy, None
-        if not decision.action.rewinds:
+        is_shift = finding.verdict is Verdict.SHIFT and decision.action is Action.APPLY
+        if not (is_shift or decision.action.rewinds):
             return decision, None
-        if self.step <= self._calm_until and finding.verdict not in (Verdict.OUTLIER, Verdict.NON_FINITE):
-            reason = f"nothing was wrong; looked at again after step {self._calm_until}: {finding.reason}"
+        if self._is_calm(finding):
+            if is_shift:
+                return decision, None
+            calm_until = self._looked + self._calm_steps
+            reason = f"nothing was wrong; looked at again after step {calm_until}: {finding.reason}"
         else:
-            evidence = self._collect_evidence(finding)
-            examined = self._examine_incident(finding, norm, evidence) if evidence is not None else None
-            if examined is None or not examined.is_over:
-                return decision, examined
+            evidence = self._collect_evidence(finding, is_shift)
+            if evidence is None:
+                return decision, None
+            examined = self._examine_incident(finding, norm, evidence)
             reason = f"{finding.reason}; {examined.reason}"
+            if is_shift and not examined.is_over:
+                return policy.undo_steps(replace(finding, verdict=Verdict.DAMAGE), reason), examined
+            if not examined.is_over:
+                return decision, examined
             if examined.remedy.is_harmless:  # what was usual until now is not usual any more
                 self.judge.detector.begin_again()
                 self._cleared = self.step
             else:
-                self._keep_calm()
+                self._calm_steps = 2 * self._calm_steps if finding.onset <= self._looked else CALM
+                self._looked = self.step
+            if is_shift:
+                return decision, None
         policy.trained_through(alone=not self.record.has_rewound)
         return replace(decision, action=Action.APPLY, reason=reason), examined
 
+    def _is_calm(self, finding: Finding) -> bool:
+        """Whether the same was looked at lately, and nothing was wrong."""
+        is_same = finding.onset <= self._looked and finding.verdict not in (
+            Verdict.OUTLIER,
+            Verdict.NON_FINITE,
+        )
+        return is_same and self.step <= self._looked + self._calm_steps
+
     def _examine_incident(self, finding: Finding, norm: float, evidence: SampleEvidence) -> ExaminedIncident:
-        """Look at an incident from the newest good copy before its onset. The run stands where it stood then. norm: of
-        the gradient of this step."""
+        """Look at an incident from the newest good copy before its onset. The run stands where it stood then."""
         assert self.copies is not None
         began, copies, samples = time.monotonic(), self.copies, self.samples
+        trial, remedy, is_over = None, WindowRemedy(Cause.UNKNOWN), True
         last_copy = max(step for step in copies.steps if step < finding.onset)
         compared_ids, coming_count = samples.choose_compared(evidence, last_copy)
         held_state = copies.hold_present(self.step)
@@ -402,22 +402,23 @@ class Guard:
             repeated_norm = self._without_refusals(partial(samples.measure_gradient, self._measure_norm))
             present_losses = samples.measure_losses(compared_ids)
             copies.restore_before(finding.onset)
-            found, trial, remedy = self._examine_window(finding, evidence)
-            good_step, good_losses = copies.newest[0].step, samples.measure_losses(compared_ids)
+            good_losses = samples.measure_losses(compared_ids)
+            norms = norm, repeated_norm
+            is_damaged, reason = share_first(
+                partial(compare_states, present_losses, good_losses, coming_count, norms)
+            )
+            if finding.verdict is not Verdict.SHIFT or is_damaged:
+                found, trial, remedy = self._examine_window(finding, evidence)
+                is_single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
+                no_data_is_bad = remedy.is_harmless or (not is_single and not found.bad_positions)
+                # What was named, and is to be read again, is so behind a rewind. If the newest copy is no good state
+                # either, nor is the present one.
+                is_over = no_data_is_bad and not (is_damaged or samples.has_named(evidence.window))
+                is_over = is_over and copies.newest[0].step == last_copy
+                reason = f"{found.reason}; {trial.reason if trial else reason}"
+            good_step = copies.newest[0].step
         finally:
             copies.put_back(held_state)
-        norms = norm, repeated_norm
-        is_damaged, reason = share_first(
-            partial(compare_states, present_losses, good_losses, coming_count, norms)
-        )
-        is_single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
-        no_data_is_bad = remedy.is_harmless or (not is_single and not found.bad_positions)
-        # What was named, and is read again, is so behind a rewind.
-        is_over = no_data_is_bad and not is_damaged and not samples.has_named_since(finding.onset)
-        if not found.bad_positions:
-            reason = f"{found.reason}; {reason}"
-        else:
-            reason = f"{found.reason}; {trial.reason if trial else reason}"
         return ExaminedIncident(
             finding, evidence, good_step, remedy, is_over, reason, trial, time.monotonic() - began
         )
@@ -430,8 +431,12 @@ class Guard:
         cause = Cause.NEW_DATA if examined.is_over else examined.remedy.cause
         self.record.note_cause(cause, examined.reason, examined.remedy.skipped)
 
-    def _collect_evidence(self, finding: Finding) -> SampleEvidence | None:
-        """What was read since an onset, what comes, and what is known to be harmless; None: not enough is known."""
+    def _collect_evidence(self, finding: Finding, looks_back: bool) -> SampleEvidence | None:
+        """What was read since an onset, what comes, and what is known to be harmless; None: not enough is known, or of
+        what has raised no alarm (`looks_back`), it may not be undone."""
+        oldest_copy = self.copies.steps[0] if self.copies and self.copies.steps else None
+        if looks_back and not self.judge.policy.may_look_back(self.step, finding.onset, oldest_copy):
+            return None
         if not self.samples.knows_ids:
             return None
         window, harmless_steps = self.samples.read_since(finding.onset)
@@ -555,7 +560,7 @@ class Guard:
         self.judge = StepJudge(self.config, GuardState.model_validate(state["judge"]))
         self.record.restore_state(state.get("record", {}))
         self._awaits_forward, self._decision, self._judgements, self.deferred = True, None, {}, []
-        self._examined, self._calm_until, self._calm_steps = None, 0, 0
+        self._examined, self._looked, self._calm_steps = None, 0, 0
         self.skipped, self._cleared = [], int(state.get("cleared", 0))
         self.samples.forget_after(-1)
         self.samples.bad_by_step.clear()

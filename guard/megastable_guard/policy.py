@@ -171,6 +171,8 @@ class Policy:
         s.refused = []
         if alone:
             s.watching, s.recurrences, s.good, s.alert = False, 0, 0, None
+        else:  # it was counted as one of the trouble that is being watched
+            s.recurrences = max(0, s.recurrences - 1)
 
     def note_skipped(self, positions: Sequence[int], proven: bool) -> None:
         """Bad samples were skipped without a rewind. If an action was being verified, they explain its incident.

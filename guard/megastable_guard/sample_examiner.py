@@ -303,8 +303,6 @@ class SampleExaminer:
         self.refused_ids = set[int]()  # of updates that were refused alone
         self._read_steps = deque[ReadStep]()  # of this rank, ascending
         self._sample_count = 0  # of them
-        # Samples that are read between the next copy and the one after it, and their losses at the last copy.
-        self._probe: tuple[Int64s, Floats] | None = None
 
     def remember_step(self, read_step: ReadStep) -> None:
         """From the oldest copy on, and before it as many as are compared with."""
@@ -323,13 +321,13 @@ class SampleExaminer:
     def knows_ids(self) -> bool:
         return bool(self._read_steps)
 
-    def has_named_since(self, onset: int) -> bool:
-        """Whether bad samples of single updates were named."""
-        return any(bad_ids for step, bad_ids in self.bad_by_step.items() if step >= onset)
+    def has_named(self, window: Sequence[ReadStep]) -> bool:
+        """Whether bad samples of single updates in a window were named."""
+        named_ids = set[int]().union(*self.bad_by_step.values())
+        return any(named_ids.intersection(read_step.ids) for read_step in window)
 
     def forget_after(self, step: int) -> None:
         """Steps that are undone."""
-        self._probe = None
         while self._read_steps and self._read_steps[-1].step > step:
             self._sample_count -= len(self._read_steps.pop().ids)
 
@@ -418,10 +416,10 @@ class SampleExaminer:
                 return
             self.copies.restore_before(newest_copy.step)
 
-    def read_ahead(self, step: int, farthest: int = FARTHEST) -> list[ReadStep]:
-        """The `farthest` steps behind `step`, if the loop tells them. Collective."""
+    def read_ahead(self, step: int) -> list[ReadStep]:
+        """The `FARTHEST` steps behind `step`, if the loop tells them. Collective."""
         batch_size = max(gather_objects(len(self._read_steps[-1].ids)))
-        next_ids = list(self.ahead(farthest * batch_size)) if self.ahead is not None else []
+        next_ids = list(self.ahead(FARTHEST * batch_size)) if self.ahead is not None else []
         batch_starts = range(0, len(next_ids) - batch_size + 1, max(1, batch_size))
         return gather_steps(
             [
@@ -435,31 +433,6 @@ class SampleExaminer:
                 for number, batch_start in enumerate(batch_starts, 1)
             ]
         )
-
-    def take_probe(self, step: int) -> None:
-        """Measure the present state of after `step`, of which a copy was taken, on samples that are read after the next
-        copy. Collective."""
-        assert self.copies is not None
-        self._probe = None
-        if self.replay is None or self.ahead is None or not self._read_steps:
-            return
-        next_copy = step + self.copies.interval
-        coming_steps = self.read_ahead(step + 1, self.copies.interval + WINDOW)
-        probe_ids = spread_evenly(_ids_of([kept for kept in coming_steps if kept.step > next_copy + 1]))
-        if probe_ids.size >= COMING // 2:
-            self._probe = probe_ids, self.measure_losses(probe_ids)
-
-    def find_rise(self) -> str:
-        """By how much the present state is worse than at the last copy, as a sentence; "": it is not. Collective."""
-        if self._probe is None:
-            return ""
-        probe_ids, losses_then = self._probe
-        present_losses = self.measure_losses(probe_ids)
-        if not share_first(partial(is_worse, present_losses, losses_then)):
-            return ""
-        mean_rise, rise_error = mean_difference(present_losses, losses_then)
-        told_rise = f"{mean_rise:.3f} ± {rise_error:.3f} nats harder than at the last copy"
-        return f"{probe_ids.size} samples that are not read yet are {told_rise}"
 
     def examine_window(
         self, window: Sequence[ReadStep], coming: Sequence[ReadStep], harmless: Sequence[ReadStep]
@@ -602,8 +575,7 @@ class SampleExaminer:
                     self._shrink_gradients(min(1.0, usual_norm / max(gradient_norm, 1e-12)))
                     for optimizer in self.copies.optimizers:
                         optimizer.step()
-                for optimizer in self.copies.optimizers:
-                    optimizer.zero_grad(set_to_none=True)
+                self.copies.clear_gradients()
             return self.measure_losses(measured)
         finally:
             self.copies.restore_copy(start)
@@ -613,15 +585,15 @@ class SampleExaminer:
         assert self.copies is not None
         read_ids = _ids_of(gather_steps([self._read_steps[-1]]))
         gradient_norm = self._compute_gradient(read_ids, measure_norm)
-        for optimizer in self.copies.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.copies.clear_gradients()
         return gradient_norm
 
     def _compute_gradient(self, ids: Int64s, measure_norm: Callable[[], float]) -> float:
         """Add the gradient of the mean loss of samples; the norm of all."""
         own_ids = self._own_part(ids)
-        for id_part in own_ids:
-            (self._ask_replay(id_part).sum() / own_ids.size).backward()
+        with torch.enable_grad():
+            for id_part in own_ids:
+                (self._ask_replay(id_part).sum() / own_ids.size).backward()
         return measure_norm()
 
     def measure_losses(self, ids: Int64s) -> Floats:
@@ -660,6 +632,7 @@ class SampleExaminer:
     def _in_evaluation(self) -> Iterator[None]:
         """Without dropout; modes, buffers and random states are as before in the end."""
         forward, modes = read_forward_state(self.model), [part.training for part in self.model.modules()]
+        torch.clear_autocast_cache()
         self.model.eval()
         try:
             yield

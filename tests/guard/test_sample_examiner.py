@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable_guard import SkippableSampler
-from megastable_guard.actions import Action, Cause
+from megastable_guard.actions import Action, Cause, Verdict
 from megastable_guard.conclusion import Conclusion
-from megastable_guard.host_copies import ForwardState, StateCopy
+from megastable_guard.host_copies import ForwardState, HostCopies, StateCopy, read_forward_state
 from megastable_guard.loop_guard import Guard, StepVerdict
 from megastable_guard.sample_examiner import (
     ReadStep,
@@ -156,6 +156,14 @@ class NamingLoop:
         tensors = [*self.model.parameters(), *self.model.buffers(), *moments]
         tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return [*(t.detach().clone() for t in tensors), torch.get_rng_state(), self.scheduler.last_epoch]
+
+
+def train_until_rewind(loop: NamingLoop, steps: int) -> None:
+    """Or until the end, over updates that are refused alone."""
+    seen = len(loop.verdicts)
+    while loop.guard.step < steps and not any(verdict.rewind for verdict in loop.verdicts[seen:]):
+        loop.returned.clear()
+        loop.train(steps, until_rewound=True)
 
 
 def choose_samples(seed: int, counts: Sequence[int], first: int = 100) -> list[int]:
@@ -405,24 +413,127 @@ def test_a_gradient_that_its_data_does_not_give_is_no_false_alarm(tmp_path: Path
     assert any("when it is computed again" in reason for reason in reasons)
 
 
-def test_a_state_that_gets_worse_unseen_is_found_before_a_copy_is_taken(tmp_path: Path) -> None:
-    """The loss that is told stays on its trend; the samples that are measured before every copy do not."""
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_another_level_of_the_loss_is_damage_only_if_the_state_is_worse(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    """With an ordinary gradient norm it is taken for other data."""
     loop = NamingLoop(write_samples(0), run_dir=tmp_path).train(88)
-    assert loop.guard.copies and loop.guard.copies.steps[-1] == 80
+    loss_trend, norm_trend = loop.guard.judge.detector.expect_next()
+    assert loss_trend and norm_trend
+    if is_damaged:
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter += 0.3 * torch.randn(parameter.shape)
+
+    def tell_ordinary_norm(*_: Any) -> tuple[float, float, bool]:
+        told_loss = loss_trend.level + 0.4 + 0.01 * float(torch.randn(()))
+        return told_loss, float(np.exp(norm_trend.level)), True
+
+    loop.guard._average_over_ranks = tell_ordinary_norm  # type: ignore[method-assign]
+    norms = loop.guard.samples.measure_gradient
+    loop.guard.samples.measure_gradient = lambda _: norms(lambda: 1e9)  # type: ignore[method-assign]
+    shifts = list[int]()
+    judge_step = loop.guard.judge.judge_step
+
+    def watch_shifts(*given: Any) -> Any:
+        decision = judge_step(*given)
+        shifts.extend([decision.finding.step] * (decision.finding.verdict is Verdict.SHIFT))
+        return decision
+
+    loop.guard.judge.judge_step = watch_shifts  # type: ignore[method-assign]
+    loop.train(110, until_rewound=True)
+    assert shifts and [verdict.rewind for verdict in loop.verdicts] == [True] * is_damaged
+    if is_damaged:
+        assert loop.returned == [80] and "nats on the data of before" in loop.verdicts[0].reason
+        assert read_events(tmp_path, "incident")[0]["verdict"] == "damage"
+
+
+def test_new_trouble_is_looked_at_though_an_alarm_was_false_a_moment_ago() -> None:
+    bad = choose_samples(0, [4, 4, 4, 4], first=120)
+    loop = NamingLoop(write_samples(0, bad), false_rises=dict.fromkeys(range(100, 117), 1.5))
+    train_until_rewind(loop, 130)
+    assert (
+        loop.verdicts[-1].rewind and loop.verdicts[-1].step <= 122 and sorted(set(loop.named)) == sorted(bad)
+    )
+
+
+def test_steps_that_are_done_again_are_looked_at() -> None:
+    loop = NamingLoop(write_samples(0), false_rises=dict.fromkeys(range(100, 140), 1.5))
+    loop.train(108)
+    for _ in range(2):  # the state is damaged again in the same steps
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter += torch.randn(parameter.shape)
+        train_until_rewind(loop, 140)
+        assert loop.verdicts[-1].rewind
+        loop.false_rises = {}
+        loop.train(loop.guard.step + 2)
+    assert loop.verdicts[-1].step < 90
+
+
+def test_a_copy_that_is_no_good_state_is_left_with_the_present_one() -> None:
+    loop = NamingLoop(write_samples(0), false_rises=dict.fromkeys(range(100, 112), 1.5)).train(99)
+    assert loop.guard.copies
+    steps, noise = loop.guard.copies.steps, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in loop.model.named_parameters():
+            damage = 0.1 * torch.randn(parameter.shape, generator=noise)
+            loop.guard.copies.newest[0].weights[name] += damage
+            parameter += damage
+    train_until_rewind(loop, 112)
+    assert loop.returned == [steps[-2]]
+
+
+def test_weights_that_autocast_has_kept_are_not_measured() -> None:
+    """The whole step is inside of autocast; the state is damaged."""
+    loop, rewinds = NamingLoop(write_samples(0)).train(99), list[bool]()
+    loop.guard.samples.replay = lambda ids: loop.replay(ids).float()
     with torch.no_grad():
         for parameter in loop.model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape)
+            parameter += torch.randn(parameter.shape)
+    for ids, _ in zip(loop.read_ids(), range(8), strict=False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loop.model(loop.samples[ids]).float().mean()
+            loss.backward()
+            verdict = loop.guard.check(loss=loss.detach(), sample_ids=ids)
+        rewinds.append(verdict.rewind)
+        if verdict.rewind:
+            break
+        if verdict.apply:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert rewinds[-1]
 
-    def tell_expected(loss: float, norm: float, *given: Any) -> tuple[float, float, bool]:
-        loss_trend, norm_trend = loop.guard.judge.detector.expect_next()
-        assert loss_trend and norm_trend
-        return loss_trend.level, float(np.exp(norm_trend.level)), True
 
-    loop.guard._average_over_ranks = tell_expected  # type: ignore[method-assign]
-    loop.train(101)
-    assert [(verdict.step, verdict.rewind) for verdict in loop.verdicts] == [(101, True)]
-    assert loop.returned == [80] and "harder than at the last copy" in loop.verdicts[0].reason
-    assert read_events(tmp_path, "incident")[0]["verdict"] == "damage"
+def test_gradients_are_put_back_and_no_others_are_left() -> None:
+    """Also of parameters that no optimizer has."""
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+    copies = HostCopies(model, torch.optim.AdamW(model[0].parameters()), {}, 10, 1)
+    copies.take_copy(0, read_forward_state(model))
+    model[1](model[0](torch.ones(1, 3))).sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    held = copies.hold_present(1)
+    copies.restore_before(1)
+    model[2](model[1](model[0](torch.ones(2, 3)))).sum().backward()
+    copies.put_back(held)
+    after = [parameter.grad for parameter in model.parameters()]
+    assert [one is None for one in after] == [one is None for one in gradients] == [False] * 4 + [True] * 2
+    assert all(torch.equal(one, other) for one, other in zip(after[:4], gradients[:4], strict=True))  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_looked_at_is_refused_by_name() -> None:
+    class FullyShardedDataParallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    model = FullyShardedDataParallel()
+    guard = Guard(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"FSDP1 .* FSDP2"):
+        guard.use_replay(lambda ids: torch.zeros(len(ids)))
+    with pytest.raises(TypeError, match="goes back by its own seek"):
+        Guard(model, torch.optim.AdamW(model.parameters()), others={"data": SkippableSampler(8, 2)})
 
 
 def test_two_states_are_compared_by_both_kinds_of_data() -> None:
