@@ -83,6 +83,8 @@ LAYOUTS = {
     "TP2 OLMo 2": Case(2, TP2, {"qk_norm": "full", "norms": "after"}),
     "TP2+SP": Case(2, SP2),
     "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
+    "TP2+SP keeps what it gathered": Case(2, SP2 | {"keep_gathered": True}),
+    "TP2+SP FP8 current": Case(2, SP2, precision={"fp8": "current"}),
     "PP2": Case(2, PP2),
     "PP2 accumulation 4": Case(2, PP2, accumulation=4),
     "PP2 tied": Case(2, PP2, {"tied": True}),

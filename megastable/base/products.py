@@ -7,6 +7,7 @@ accumulate in fp32 anyway. Only bf16 is saved for the backward pass. On all othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,27 +32,36 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return float_product.to(a.dtype) if out is None else out.copy_(float_product)
 
 
+def multiply_rows(x: Tensor, w: Tensor) -> Tensor:
+    """The forward pass of `linear`, inside of an autograd function."""
+    return F.linear(x.float(), w.float()).to(x.dtype) if is_cast(x) else F.linear(x, w)
+
+
+def differentiate_product(
+    gradient: Tensor, x: Tensor, w: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    if is_cast(rows):
+        rows = rows.float()  # once for both
+    dx = dw = None
+    if needed[0]:
+        dx = rows.mm(w.to(rows.dtype)).to(x.dtype).view(x.shape)
+    if needed[1]:
+        dw = rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
+    return dx, dw
+
+
 class _SavesParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        if is_cast(x):
-            return F.linear(x.float(), w.float()).to(x.dtype)
-        return F.linear(x, w)
+        return multiply_rows(x, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, w = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if is_cast(rows):
-            rows = rows.float()  # once for both
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = rows.mm(w.to(rows.dtype)).to(x.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            dw = rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
-        return dx, dw
+        return differentiate_product(gradient, *ctx.saved_tensors, ctx.needs_input_grad)
 
 
 def linear_of_parameter(x: Tensor, w: Tensor) -> Tensor:

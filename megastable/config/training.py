@@ -99,11 +99,20 @@ class ParallelConfig(Section):
     """Data-parallel ranks that share every sample, each a part of its tokens (arXiv:2309.14509). [ranks]"""
     sequence: bool = False
     """Sequence parallelism over the tensor group (arXiv:2205.05198)."""
+    keep_gathered: bool = False
+    """Under `sequence`, keep what the blocks' layers gather along the sequence until the backward pass. Otherwise they
+    keep their own part and gather again: `tensor` times less memory, a quarter more messages. `recompute` = `full`
+    gathers again anyway, with the block."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without it: 1 costs nothing on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass gathers the inputs of the blocks' layers, of which only shards are kept."""
+        return self.sequence and not self.keep_gathered and self.recompute != "full"
 
 
 class Fp8Config(Section):

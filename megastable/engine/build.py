@@ -16,7 +16,7 @@ from torch import nn
 from megastable.base.collectives import run_on_all
 from megastable.base.errors import ConfigError
 from megastable.base.free_memory import GIB, total_bytes
-from megastable.base.products import linear_of_parameter
+from megastable.base.products import linear, linear_of_parameter
 from megastable.config.tree import RunConfig
 from megastable.engine.patches import Partitioned
 from megastable.model import gpt
@@ -79,7 +79,9 @@ def _make(
         torch.set_default_dtype(dtype_before)
     if config.parallel.zero == 3:
         for linear_part in built_layer.modules():
-            if isinstance(linear_part, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(linear_part, ColumnParallelLinear | RowParallelLinear) and (
+                linear_part.product is linear  # others save the Parameter anyway
+            ):
                 linear_part.product = linear_of_parameter
         # Otherwise DeepSpeed monkeypatches F.linear globally.
         zero_section = ds_config["zero_optimization"] | {"memory_efficient_linear": False}

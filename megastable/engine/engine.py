@@ -63,7 +63,9 @@ class Engine:
         self.config, self.topology = config, topology
         self.device = choose_device()
         layout, p = topology.layout, config.parallel
-        self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
+        self.tp = TensorParallel(
+            topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence, p.gathers_again
+        )
         self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank)
         m = config.model
         assert m.vocab_size is not None

@@ -66,6 +66,8 @@ def emulate_fp8(
     for (name, linear), quantize in zip(here.items(), quantizers, strict=True):
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
-        linear.product = Product(name, quantize, lambda: found.on, plain)
+        of_shard = isinstance(linear, ColumnParallelLinear) and linear.tp.gathers_again
+        tp = linear.tp if of_shard else None
+        linear.product = Product(name, quantize, lambda: found.on, plain, tp)
         found.products.append(linear.product)
     return found

@@ -33,6 +33,8 @@ from megastable.fp8.scale_factors import (
     largest_magnitude,
     scale_of,
 )
+from megastable.parallel.mappings import gather_again, gather_sequence, scatter_sequence
+from megastable.parallel.topology import TensorParallel
 
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
@@ -120,7 +122,8 @@ def make_quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> li
 class Product:
     """x [..., in], w [out, in] -> [..., out], replacing `plain`. on: called every time: whether to compute in FP8.
 
-    observe: called with the slot, the tensor and its quantization, while set.
+    observe: called with the slot, the tensor and its quantization, while set. tp: x is this rank's shard [s / tensor,
+    ..., in], and is gathered in both passes, as by `layers.multiply_shard`.
     """
 
     def __init__(
@@ -129,8 +132,9 @@ class Product:
         quantize: Quantizer,
         on: Callable[[], bool],
         plain: Callable[[Tensor, Tensor], Tensor] = products.linear,
+        tp: TensorParallel | None = None,
     ) -> None:
-        self.name, self.quantize, self._on, self.plain = name, quantize, on, plain
+        self.name, self.quantize, self._on, self.plain, self.tp = name, quantize, on, plain, tp
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
@@ -151,27 +155,38 @@ class Product:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, product: Product, note: bool) -> Tensor:
+        shard, tp = x, product.tp
+        if tp is not None:
+            x = gather_sequence(shard, tp)
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         quantized_weight, _ = product.quantized(w, WEIGHT, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
         # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
         # ZeRO 3 a copy of what it releases.
-        ctx.save_for_backward(quantized_columns.values, quantized_columns.inverse, w)
+        # A shard is quantized again, too: with the scale of the whole, which no step changes.
+        saved_input = (quantized_columns.values, quantized_columns.inverse) if tp is None else (shard,)
+        ctx.save_for_backward(w, *saved_input)
         y = multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True)
         return y.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        values, inverse, w = ctx.saved_tensors
+        w, *saved_input = ctx.saved_tensors
         product: Product = ctx.product
         rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = multiply_quantized(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
+            if product.tp is not None:
+                dx = scatter_sequence(dx, product.tp)
         if ctx.needs_input_grad[1]:
-            saved_input = Quantized(values, inverse, *ctx.layout)
-            dw = multiply_quantized(columns, saved_input, ctx.dtype, transpose_a=True)
+            if product.tp is None:
+                quantized_input = Quantized(*saved_input, *ctx.layout)
+            else:
+                x = gather_again(saved_input[0], gradient, product.tp)
+                quantized_input = product.quantize(x.reshape(-1, x.shape[-1]), INPUT, False)[1]
+            dw = multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
         return dx, dw, None, None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megastable.base.collectives import gather_objects
 from megastable.parallel.topology import ContextParallel, TensorParallel
@@ -31,16 +32,39 @@ def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     return x
 
 
-def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
+def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The whole of x [s / tensor, ...], of which every rank of the group has a part; without gradients."""
     whole_tensor = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     _gather(whole_tensor, x.contiguous(), group=tp.group)
     return whole_tensor
 
 
-def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
+def scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """This rank's part of the sum of all ranks' x [s, ...]; without gradients."""
     own_part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     _scatter(own_part, x.contiguous(), group=tp.group)
     return own_part
+
+
+def gather_again(shard: Tensor, after: Tensor, tp: TensorParallel) -> Tensor:
+    """`gather_sequence` in a backward pass, of a shard that the forward pass has gathered before. after: a gradient."""
+    if torch.compiler.is_compiling():
+        return _gather_op(shard, after, tp.size, tp.group.group_name)
+    return gather_sequence(shard, tp)
+
+
+# torch.compile would otherwise gather once and keep the result: to it both are the same number, which it may compute
+# whenever it likes. `after` ties this one to the backward pass.
+@torch.library.custom_op("megastable::gather_again", mutates_args=())
+def _gather_op(shard: Tensor, after: Tensor, ranks: int, group: str) -> Tensor:
+    whole_tensor = shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+    _gather(whole_tensor, shard.contiguous(), group=_resolve_process_group(group))
+    return whole_tensor
+
+
+@_gather_op.register_fake
+def _(shard: Tensor, after: Tensor, ranks: int, group: str) -> Tensor:
+    return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
 
 
 def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
@@ -98,24 +122,24 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        y = _all_gather(x, tp)
+        y = gather_sequence(x, tp)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.tp), None
+        return scatter_sequence(grad, ctx.tp), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        y = _reduce_scatter(x, tp)
+        y = scatter_sequence(x, tp)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.tp), None
+        return gather_sequence(grad, ctx.tp), None
 
 
 def enter_tensor_region(x: Tensor, tp: TensorParallel) -> Tensor:

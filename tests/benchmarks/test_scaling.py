@@ -69,11 +69,17 @@ def test_sequence_parallelism_sends_what_tensor_parallelism_sends(t: int, recomp
     again = ring(with_it, t, "tensor", "activations, recomputed") if recompute == "full" else 0.0
     once = ring(without, t, "tensor", "activations, recomputed") if recompute == "full" else 0.0
     per_call = 32 * 2 * 64 * 2 * (t - 1) / t
+    gathered = ring(with_it, t, "tensor", "activations, gathered again") if recompute != "full" else 0.0
+    assert gathered == pytest.approx((recompute != "full") * 32 * 2 * 8 * per_call)
+    kept = terms(
+        config(tensor=t, sequence=True, keep_gathered=True, recompute=recompute, model={"norms": norms})
+    )
+    assert kept == [term for term in with_it if term.what != "activations, gathered again"]
     # Of 8 blocks, each left twice, but for a last product without a norm after it.
     left = {"before": 8, "mixed": 8 + 2}.get(norms, 2 * 8)
     assert again == pytest.approx((recompute == "full") * 32 * (2 * 8 + left) * per_call)
     assert once == pytest.approx((recompute == "full") * 32 * 2 * left * per_call)
-    assert ring(with_it, t, "tensor", *ACTIVATIONS) - again == pytest.approx(
+    assert ring(with_it, t, "tensor", *ACTIVATIONS) - again - gathered == pytest.approx(
         # The head is entered, the embedding is left: each is a half of an all-reduce, there and back.
         ring(without, t, "tensor", *ACTIVATIONS) - once
     )
@@ -141,6 +147,8 @@ def test_context_parallelism_exchanges_tokens_for_heads(
     "name",
     [
         "TP2+SP full",
+        "TP2+SP selective",
+        "TP2+SP keeps what it gathered",
         "TP2+SP Gemma 2 full",
         "TP2+SPxPP2 Mix-LN full",
         "DP2 ZeRO 3 Gemma 2 full keeps nothing",

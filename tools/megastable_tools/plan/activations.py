@@ -88,11 +88,15 @@ INPUTS = {
 }  # fmt: skip
 
 
-def in_fp8(config: RunConfig, saved: Saved) -> int:
+def in_fp8(config: RunConfig, saved: Saved, gpu: bool) -> int:
     """Additional (or saved, if negative) bytes of a linear layer's input kept in FP8: a byte per element, and with
-    blocks an fp32 scale per 128. Attention keeps a copy of its output of its own."""
+    blocks an fp32 scale per 128. Attention keeps a copy of its output of its own; the emulation keeps shards as they
+    are. gpu: on one, Transformer Engine keeps them in FP8."""
     fp8_config = config.precision.fp8
     if fp8_config is None or config.parallel.recompute == "full":
+        return 0
+    is_shard = config.parallel.gathers_again and saved.name in ("attention input", "MLP input")
+    if is_shard and (fp8_config.backend == "emulated" or not gpu):
         return 0
     fp8_bytes = saved.elements + (saved.elements // 128 * FP32 if fp8_config.recipe == "block" else 0)
     return fp8_bytes if saved.name == "attention output" else fp8_bytes - saved.bytes
@@ -141,7 +145,7 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     is_fused, is_selective = kernels.compile, recompute == "selective"
     qkv_width = z.q + 2 * z.k
     attention = [
-        _linear("attention input", z, z.N * z.h, z.N * qkv_width, z.h * qkv_width),
+        _entered("attention input", config, z, z.N * qkv_width, z.h * qkv_width),
         *_heads(config, z, kernels, is_selective),
         *_core(config, z, kernels, is_selective),
     ]
@@ -151,7 +155,7 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         attention.append(_linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h))
     gate_and_up = (Saved("gate and up", z.N * 2 * z.f, z.e),)
     swiglu = SavedOperation(gate_and_up, (3 if is_fused else 4) * z.e * z.N * z.f)
-    mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
+    mlp = [_entered("MLP input", config, z, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
     has_clamp = not is_fused and model_config.swiglu_clamp is not None
     if not is_fused and not is_selective:
         clamped_saved = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if has_clamp else ()
@@ -194,6 +198,14 @@ def _norm(
 def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) -> SavedOperation:
     """backward: the gradients of output, input and weight."""
     return SavedOperation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
+
+
+def _entered(name: str, config: RunConfig, z: ShapeSizes, outputs: int, weight: int) -> SavedOperation:
+    """A column-parallel layer: see `layers.multiply_shard`."""
+    whole_input = _linear(name, z, z.N * z.h, outputs, weight)
+    if not config.parallel.gathers_again:
+        return whole_input
+    return SavedOperation((Saved(name, z.stream, z.e),), whole_input.backward + z.e * z.N * z.h)
 
 
 def _heads(

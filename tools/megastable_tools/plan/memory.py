@@ -307,7 +307,8 @@ def _activations(
     for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
         linear_name = activations.INPUTS.get(saved_tensor.name)
         fp8_block_count = fp8_blocks(config, first, held.blocks, linear_name) if linear_name else 0
-        each = saved_tensor.bytes * held.blocks + activations.in_fp8(config, saved_tensor) * fp8_block_count
+        fp8_bytes = activations.in_fp8(config, saved_tensor, kernels.gpu)
+        each = saved_tensor.bytes * held.blocks + fp8_bytes * fp8_block_count
         yield Item("activations", saved_tensor.name, each * flying, WAITING)
         # Before the last block only that one is missing; at the end of a backward pass the first one is left.
         yield Item("activations", saved_tensor.name, each * flying - each // held.blocks, ("watch",))

@@ -49,13 +49,14 @@ class Choice(NamedTuple):
     sequence: bool
     zero: int
     recompute: Recompute
+    keep_gathered: bool
     micro_batch: int
     fp8: Fp8Config | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
         p = config.parallel
-        layout_axes = p.tensor, p.pipeline, p.context, p.sequence, p.zero, p.recompute
+        layout_axes = p.tensor, p.pipeline, p.context, p.sequence, p.zero, p.recompute, p.keep_gathered
         return cls(*layout_axes, config.train.micro_batch, config.precision.fp8)
 
 
@@ -101,8 +102,9 @@ class LayoutPlan:
 class SearchResult:
     """Result of a search on a number of GPUs.
 
-    plans: for every split of the GPUs and every micro-batch the one that recomputes least and fits; if it is tight,
-    also those that recompute more, up to the first that is not; fastest first. nearest: of those that do not fit, the
+    plans: for every split of the GPUs and every micro-batch the one that recomputes least and fits, with
+    `parallel.keep_gathered` and without; if it is tight, also those that recompute more, up to the first that is not;
+    fastest first. nearest: of those that do not fit, the
     one that lacks least; None if no layout is valid, or all fit.
     """
 
@@ -163,21 +165,29 @@ def _judged(
 
     More recomputation only slows down a layout that fits, and a larger micro-batch does not help one that does not fit:
     so this follows the border between both, from small micro-batches and no recomputation on, past tight plans to the
-    first that is not tight.
+    first that is not tight; with `keep_gathered` first, and without it unless nothing is recomputed.
     """
     for fp8_config in precisions:
         for axes, micro_batches in list_families(config, gpus):
-            recompute_ways = list(RECOMPUTE)
+            is_sequence = axes[3]
+            ways_kept: dict[bool, list[Recompute]] = {
+                True: ["none", "selective"] * is_sequence,
+                False: [*RECOMPUTE],
+            }
             for micro_batch in micro_batches:
-                for recompute_way in tuple(recompute_ways):
-                    candidate = apply_choice(config, Choice(*axes, recompute_way, micro_batch, fp8_config))
-                    layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
-                    if layout_plan:
-                        yield layout_plan
-                        if layout_plan.fits and not layout_plan.tight:
-                            break
-                    if not layout_plan or not layout_plan.fits:
-                        recompute_ways.remove(recompute_way)
+                has_room = False
+                for is_kept, recompute_ways in ways_kept.items():
+                    for recompute_way in () if has_room else tuple(recompute_ways):
+                        choice = Choice(*axes, recompute_way, is_kept, micro_batch, fp8_config)
+                        candidate = apply_choice(config, choice)
+                        layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
+                        if layout_plan:
+                            yield layout_plan
+                            if layout_plan.fits and not layout_plan.tight:
+                                has_room = recompute_way == "none"  # nothing is faster
+                                break
+                        if not layout_plan or not layout_plan.fits:
+                            recompute_ways.remove(recompute_way)
 
 
 def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
@@ -259,14 +269,14 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                 micro_batches = list_divisors(batch // (data_ranks // context_ranks))
                 for zero in zero_stages:
                     layout_axes = tensor, pipeline_stages, context_ranks, is_sequence, zero
-                    if apply_choice(config, Choice(*layout_axes, "full", 1, None)) is not None:
+                    if apply_choice(config, Choice(*layout_axes, "full", False, 1, None)) is not None:
                         yield layout_axes, micro_batches
 
 
 def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
-    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
+    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:7], choice[:7])))
     changed = {
         "parallel": new_parallel,
         "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),
@@ -305,6 +315,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(recompute=recompute_way) for recompute_way in more_recompute],
         [own._replace(micro_batch=n) for n in reversed(list_divisors(global_batch)) if n < own.micro_batch],
         [own._replace(sequence=True)],
+        [own._replace(keep_gathered=False)] if own.keep_gathered else [],
         [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],

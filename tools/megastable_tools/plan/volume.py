@@ -257,6 +257,12 @@ def _activations(
             tensor("activations, forward", "reduce-scatter", whole_bytes, left),
             tensor("activations, recomputed", "all-gather", part_bytes, entered_again),
             tensor("activations, recomputed", "reduce-scatter", whole_bytes, left_again),
+            tensor(
+                "activations, gathered again",
+                "all-gather",
+                part_bytes,
+                2 * blocks * parallel_config.gathers_again,
+            ),
             tensor("their gradients", "reduce-scatter", whole_bytes, entered),
             tensor("their gradients", "all-gather", part_bytes, left),
             # Every rank norms only its part of the tokens.
