@@ -42,7 +42,7 @@ from megastable.engine.zero import Bf16, Worker, wrap_optimizer
 from megastable.fp8.apply import apply_fp8
 from megastable.fp8.controller import History
 from megastable.model import gpt
-from megastable.model.block_parts import keys_of_samples
+from megastable.model.block_parts import keys_of_samples, share_norm_weights
 from megastable.model.loss import LossFunction
 from megastable.optim.build import build_optimizer as build_optimizer
 from megastable.optim.build import shared_state
@@ -83,6 +83,8 @@ class Engine:
             has_stages_in_fp8 = config.precision.fp8 is not None and layout.pipeline > 1
             sharing_group = topology.stage_group() if has_stages_in_fp8 else None
             self.fp8 = apply_fp8(module, config, self.kernels.fp8, sharing_group, self.device)
+            if config.parallel.zero < 3:
+                share_norm_weights(module)
             self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
             with turn_refusals_into_config_errors(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.mappings import share_weight, sum_over_group
+from megastable.parallel.mappings import share_weight, share_weights, sum_over_group
 from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import TensorParallel
 
@@ -42,14 +43,38 @@ class RMSNorm(nn.Module):
         # A tensor: by a number of its own, every block would be compiled again.
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32, device="cpu")
         self.tp = tp if partial else TensorParallel()
+        self.shared: Tensor | None = None  # the weight in this micro-batch; see `share_norm_weights`
         self.weight = nn.Parameter(torch.empty(width))
         set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
         wide_x = x.float()
         normed_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + self.eps)
-        wide_weight = _factor(share_weight(self.weight, self.tp).float(), self.centered)
+        if self.shared is not None and torch.is_grad_enabled():
+            weight = self.shared
+        else:
+            weight = share_weight(self.weight, self.tp)
+        wide_weight = _factor(weight.float(), self.centered)
         return (normed_x * (wide_weight if self.scale is None else wide_weight * self.scale)).to(x.dtype)
+
+
+def share_norm_weights(module: nn.Module) -> None:
+    """Sum the gradients of the norms of `module`, a model or a stage of one, over the tensor group in one message per
+    micro-batch, at the end of its backward pass, where by themselves they send one each.
+
+    The whole module is called once per micro-batch. Not for ZeRO 3, which gathers a weight only where it is used.
+    """
+    norms = [part for part in module.modules() if isinstance(part, RMSNorm) and part.tp.size > 1]
+
+    def share_all(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            # Stay until the next micro-batch: a recomputation, which may come after it, reads the same numbers.
+            weights = share_weights([norm.weight for norm in norms], norms[0].tp)
+            for norm, weight in zip(norms, weights, strict=True):
+                norm.shared = weight
+
+    if norms:
+        module.register_forward_pre_hook(share_all)
 
 
 def _factor(weight: Tensor, centered: bool) -> Tensor:

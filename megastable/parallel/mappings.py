@@ -94,6 +94,19 @@ class _Share(_Copy):
         return _all_reduce(grad.to(torch.float32, copy=True), ctx.tp).to(grad.dtype), None
 
 
+class _ShareAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp = tp
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat_sum = _all_reduce(torch.cat([grad.flatten().float() for grad in grads]), ctx.tp)
+        sums = flat_sum.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(sums, grads, strict=True))
+
+
 # A forward with a collective returns a view of its result. Dynamo (torch 2.11) also returns every intermediate of a
 # forward: an output that is itself an intermediate, like the result of an in-place collective, would get the
 # intermediate's gradient, which is zero. tests/parallel/test_mappings.py compiles all of them.
@@ -159,6 +172,12 @@ def leave_tensor_region(x: Tensor, tp: TensorParallel) -> Tensor:
 def share_weight(weight: Tensor, tp: TensorParallel) -> Tensor:
     """A replicated weight that each rank applies to its own part of the data: the backward sums its gradient."""
     return weight if tp.size == 1 else _Share.apply(weight, tp)
+
+
+def share_weights(weights: Sequence[Tensor], tp: TensorParallel) -> tuple[Tensor, ...]:
+    """`share_weight` of several: the backward sums all their gradients in one message, when it has the last one. A
+    weight that was not used counts as one with a gradient of zeros."""
+    return tuple(weights) if tp.size == 1 else _ShareAll.apply(tp, *weights)
 
 
 def sum_over_group(x: Tensor, tp: TensorParallel) -> Tensor:

@@ -251,7 +251,6 @@ def _activations(
         return Term(what, "tensor", collective, size, calls * micro_batches)
 
     if parallel_config.sequence:
-        norm_sizes = 4 if m.norms == "both" else 2
         terms = [
             tensor("activations, forward", "all-gather", part_bytes, entered),
             tensor("activations, forward", "reduce-scatter", whole_bytes, left),
@@ -265,8 +264,6 @@ def _activations(
             ),
             tensor("their gradients", "reduce-scatter", whole_bytes, entered),
             tensor("their gradients", "all-gather", part_bytes, left),
-            # Every rank norms only its part of the tokens.
-            tensor("gradients of norms", "all-reduce", m.hidden * FP32, norm_sizes * blocks + held.last),
         ]
     else:
         terms = [
@@ -277,8 +274,16 @@ def _activations(
     if m.qk_norm == "full":
         # The mean squares of queries and keys, and their gradients.
         terms.append(tensor("QK-norm", "all-reduce", own_tokens * FP32, (6 if is_full else 4) * blocks))
-    elif m.qk_norm:
-        terms.append(tensor("gradients of norms", "all-reduce", m.head_width * FP32, 2 * blocks))
+    # With sequence parallelism every rank norms only its part of the tokens; queries and keys are its own anyway.
+    norm_widths = (
+        [m.hidden] * parallel_config.sequence * ((4 if m.norms == "both" else 2) * blocks + held.last)
+    )
+    norm_widths += [m.head_width] * (2 * blocks) * (m.qk_norm is True)
+    if parallel_config.zero == 3:
+        width_counts = Counter(norm_widths).items()
+        terms += [tensor("gradients of norms", "all-reduce", width * FP32, n) for width, n in width_counts]
+    elif norm_widths:
+        terms.append(tensor("gradients of norms", "all-reduce", sum(norm_widths) * FP32, 1))
     if held.last:
         terms += [tensor("loss", *term_parts) for term_parts in _loss(config, own_tokens, loss, elements)]
     return terms
