@@ -67,7 +67,7 @@ def emulate_fp8(
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
         of_shard = isinstance(linear, ColumnParallelLinear) and linear.tp.gathers_again
-        tp = linear.tp if of_shard else None
-        linear.product = Product(name, quantize, lambda: found.on, plain, tp)
+        shard_group = linear.tp if of_shard else None
+        linear.product = Product(name, quantize, lambda: found.on, plain, shard_group)
         found.products.append(linear.product)
     return found

@@ -155,16 +155,18 @@ class Product:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, product: Product, note: bool) -> Tensor:
-        shard, tp = x, product.tp
-        if tp is not None:
-            x = gather_sequence(shard, tp)
+        own_shard = x
+        if product.tp is not None:
+            x = gather_sequence(own_shard, product.tp)
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         quantized_weight, _ = product.quantized(w, WEIGHT, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
         # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
         # ZeRO 3 a copy of what it releases.
         # A shard is quantized again, too: with the scale of the whole, which no step changes.
-        saved_input = (quantized_columns.values, quantized_columns.inverse) if tp is None else (shard,)
+        saved_input = (
+            (quantized_columns.values, quantized_columns.inverse) if product.tp is None else (own_shard,)
+        )
         ctx.save_for_backward(w, *saved_input)
         y = multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True)
         return y.view(*x.shape[:-1], w.shape[0])
@@ -184,8 +186,9 @@ class _Product(torch.autograd.Function):
             if product.tp is None:
                 quantized_input = Quantized(*saved_input, *ctx.layout)
             else:
-                x = gather_again(saved_input[0], gradient, product.tp)
-                quantized_input = product.quantize(x.reshape(-1, x.shape[-1]), INPUT, False)[1]
+                whole_input = gather_again(saved_input[0], gradient, product.tp)
+                input_rows = whole_input.reshape(-1, whole_input.shape[-1])
+                quantized_input = product.quantize(input_rows, INPUT, False)[1]
             dw = multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
         return dx, dw, None, None
 

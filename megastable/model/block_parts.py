@@ -51,10 +51,10 @@ class RMSNorm(nn.Module):
         wide_x = x.float()
         normed_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.shared is not None and torch.is_grad_enabled():
-            weight = self.shared
+            summed_weight = self.shared
         else:
-            weight = share_weight(self.weight, self.tp)
-        wide_weight = _factor(weight.float(), self.centered)
+            summed_weight = share_weight(self.weight, self.tp)
+        wide_weight = _factor(summed_weight.float(), self.centered)
         return (normed_x * (wide_weight if self.scale is None else wide_weight * self.scale)).to(x.dtype)
 
 
@@ -64,16 +64,16 @@ def share_norm_weights(module: nn.Module) -> None:
 
     The whole module is called once per micro-batch. Not for ZeRO 3, which gathers a weight only where it is used.
     """
-    norms = [part for part in module.modules() if isinstance(part, RMSNorm) and part.tp.size > 1]
+    norm_parts = [part for part in module.modules() if isinstance(part, RMSNorm) and part.tp.size > 1]
 
     def share_all(*_: Any) -> None:
         if torch.is_grad_enabled():
             # Stay until the next micro-batch: a recomputation, which may come after it, reads the same numbers.
-            weights = share_weights([norm.weight for norm in norms], norms[0].tp)
-            for norm, weight in zip(norms, weights, strict=True):
-                norm.shared = weight
+            shared_weights = share_weights([norm.weight for norm in norm_parts], norm_parts[0].tp)
+            for norm_part, shared_weight in zip(norm_parts, shared_weights, strict=True):
+                norm_part.shared = shared_weight
 
-    if norms:
+    if norm_parts:
         module.register_forward_pre_hook(share_all)
 
 

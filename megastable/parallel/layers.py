@@ -43,8 +43,8 @@ class _ShardProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         shard, w = ctx.saved_tensors
-        x = gather_again(shard, gradient, ctx.tp)
-        dx, dw = differentiate_product(gradient, x, w, ctx.needs_input_grad)
+        whole_input = gather_again(shard, gradient, ctx.tp)
+        dx, dw = differentiate_product(gradient, whole_input, w, ctx.needs_input_grad)
         return None if dx is None else scatter_sequence(dx, ctx.tp), dw, None
 
 

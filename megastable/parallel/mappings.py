@@ -103,8 +103,8 @@ class _ShareAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat_sum = _all_reduce(torch.cat([grad.flatten().float() for grad in grads]), ctx.tp)
-        sums = flat_sum.split([grad.numel() for grad in grads])
-        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(sums, grads, strict=True))
+        grad_sums = flat_sum.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(grad_sums, grads, strict=True))
 
 
 # A forward with a collective returns a view of its result. Dynamo (torch 2.11) also returns every intermediate of a

@@ -171,7 +171,7 @@ def _judged(
         for axes, micro_batches in list_families(config, gpus):
             is_sequence = axes[3]
             ways_kept: dict[bool, list[Recompute]] = {
-                True: ["none", "selective"] * is_sequence,
+                True: ["none", "selective"] if is_sequence else [],
                 False: [*RECOMPUTE],
             }
             for micro_batch in micro_batches:
