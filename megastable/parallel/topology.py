@@ -59,7 +59,7 @@ class TensorParallel:
     """A layer's view of its tensor group. `TensorParallel()` is a single process.
 
     `sequence`: activations between the parallel regions are split along the sequence (arXiv:2205.05198).
-    `gathers_again`: a column-parallel layer then keeps its own part of the sequence alone, and gathers the rest again in
+    `gathers_again`: a column-parallel layer then keeps its own part of the sequence, and gathers the rest again in
     the backward pass.
     """
 
