@@ -61,7 +61,8 @@ class _SavesParameter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return differentiate_product(gradient, *ctx.saved_tensors, ctx.needs_input_grad)
+        x, w = ctx.saved_tensors
+        return differentiate_product(gradient, x, w, ctx.needs_input_grad)
 
 
 def linear_of_parameter(x: Tensor, w: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from megastable.base.collectives import gather_objects
 from megastable.parallel.topology import ContextParallel, TensorParallel
@@ -58,7 +58,8 @@ def gather_again(shard: Tensor, after: Tensor, tp: TensorParallel) -> Tensor:
 @torch.library.custom_op("megastable::gather_again", mutates_args=())
 def _gather_op(shard: Tensor, after: Tensor, ranks: int, group: str) -> Tensor:
     whole_tensor = shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
-    _gather(whole_tensor, shard.contiguous(), group=_resolve_process_group(group))
+    tensor_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    _gather(whole_tensor, shard.contiguous(), group=tensor_group)
     return whole_tensor
 
 
