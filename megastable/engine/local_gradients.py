@@ -95,6 +95,7 @@ class LocalGradients:
         self.total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._size, self._compared = torch.zeros_like(self.total), self.total.new_zeros(3)
         self._summed, self._receivers = torch.zeros_like(self.total), 1  # of one sum
+        self._own.clear()
 
     def measure_before_sum(self, gradients: Sequence[Tensor]) -> None:
         """gradients: flat fp32 buffers, whole, about to be summed; every rank receives its part."""
@@ -112,14 +113,15 @@ class LocalGradients:
         receiving_slices = slice(None) if receiver is None else slice(receiver, receiver + 1)
         self.digest[:, receiving_slices] += torch.stack((own_check, own_square))[:, None]
         self._size.add_(own_square)
-        self._own = [sample_blocks(gradient).clone()]
+        if receiver in (None, self._rank):  # other sums may begin before this one is over
+            self._own.append(sample_blocks(gradient).clone())
 
     def measure_after_sum(self, parts: Sequence[Tensor]) -> None:
-        """parts: what this rank has received, the sums over the data ranks."""
+        """parts: what this rank has received, the sums over the data ranks, in the order in which they began."""
         sum_check, sum_square = torch.stack([self._measured(received_part) for received_part in parts]).sum(0)
         self.total.add_(sum_check)
         self._summed.add_(sum_square / self._receivers)
-        own_samples, self._own = self._own, []
+        own_samples, self._own = self._own[: len(parts)], self._own[len(parts) :]
         for own_sample, received_part in zip(own_samples, parts, strict=True):
             self._compared.add_(compute_products(own_sample, sample_blocks(received_part) - own_sample))
 

@@ -29,6 +29,7 @@ from torch.distributed import Work, distributed_c10d
 
 from megastable.base import activity
 from megastable.base.collectives import gather_objects
+from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import sum_and_scatter
@@ -155,37 +156,16 @@ def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tens
     p2p.send, p2p.recv = shown_send, shown_receive
 
 
-def sum_in_parts(
-    o: BF16_Optimizer,
-    engine: Any,
-    ranks: int,
-    group: Any,
-    counted: Sequence[Tensor],
-    watching: Callable[[], LocalGradients | None],
-) -> None:
-    """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
+def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums, counted: Sequence[Tensor]) -> None:
+    """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1), while they are computed.
 
-    By default every rank gets all: twice the bytes, with copies, and norm and clipping of everything. Needless when
-    BF16_Optimizer reduce-scatters. ranks: that share the data, `group`; counted: the tensors of its part that this rank
-    counts in the norm. watching: what measures the gradients before and after the sum, if anything does.
+    By default every rank gets all, after the backward pass: twice the bytes, with copies, and norm and clipping of
+    everything. Needless when BF16_Optimizer reduce-scatters. counted: the tensors of its part that this rank counts in
+    the norm.
     """
-    o._update_hp_grad = Accumulate(o)
+    o._update_hp_grad = Accumulate(o, sums)
+    engine.buffered_allreduce_fallback = sums.finish
     parts = o.fp32_groups_gradient_flat_partition
-
-    def reduce(*_: Any, **__: Any) -> None:
-        activity.enter_activity(activity.REDUCE)  # until the gate, which is next
-        if ranks == 1:
-            return
-        if (gradient_watch := watching()) is not None:
-            gradient_watch.measure_before_sum(o.fp32_groups_gradients_flat)
-        for whole_gradient, own_part in zip(o.fp32_groups_gradients_flat, parts, strict=True):
-            sum_and_scatter(whole_gradient, own_part, group)
-        if gradient_watch is not None:
-            gradient_watch.measure_after_sum(parts)
-        for own_part in parts:
-            own_part.div_(ranks)
-
-    engine.buffered_allreduce_fallback = reduce
     o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
 
 
@@ -290,8 +270,8 @@ class Accumulate:
     The original makes an fp32 copy of every gradient, in new memory, and adds that. Needless when it adds in place.
     """
 
-    def __init__(self, optimizer: BF16_Optimizer) -> None:
-        self._optimizer, self._wide = optimizer, torch.empty(CHUNK)
+    def __init__(self, optimizer: BF16_Optimizer, sums: GradientSums) -> None:
+        self._optimizer, self._sums, self._wide = optimizer, sums, torch.empty(CHUNK)
 
     @torch.no_grad()
     def __call__(self, lp: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
@@ -310,6 +290,7 @@ class Accumulate:
                 total_chunk.add_(self._wide[: len(given_chunk)].copy_(given_chunk))
         lp._hp_grad = gradient_sum  # type: ignore[attr-defined]
         own_optimizer.fp32_groups_has_gradients[group][index] = True
+        self._sums.note_gradient(group, index)
 
 
 @contextlib.contextmanager

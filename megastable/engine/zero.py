@@ -26,6 +26,7 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.config.stability import HardwareConfig
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
+from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
 from megastable.optim.clipping import Clipping, by_norm
 from megastable.optim.pieces import Piece
@@ -242,11 +243,15 @@ class Bf16(_Linked):
         self._buffers = o.fp32_groups_gradient_flat_partition
         counted_fragments = [f for f in self.flat_state().fragments if f.counted]
         self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted_fragments]
-        data_sharing = topology.layout.data, topology.data_group
-        patches.sum_in_parts(o, engine, *data_sharing, self._counted, lambda: self.local)
+        self.sums = GradientSums(o, engine, topology, lambda: self.local)
+        patches.sum_in_parts(o, engine, self.sums, self._counted)
 
     def _measure_sums(self, watch: LocalGradients) -> None:
-        """`sum_in_parts` has it measured."""
+        """`GradientSums` has it measured."""
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.sums.begin_step()
 
     @property
     def masters(self) -> list[Tensor]:
@@ -413,6 +418,7 @@ class Worker(Clipping):
         self.zero, self.topology = zero, topology
         self._own: list[Tensor] = []
         self._square = torch.zeros((), dtype=torch.float64, device=device)
+        zero.sums.overlap = False
         self._average = engine.buffered_allreduce_fallback
         engine.buffered_allreduce_fallback = self._measured
 

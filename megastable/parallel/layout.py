@@ -103,3 +103,25 @@ def cut_into_stages(costs: Sequence[float], stages: int, required: Sequence[bool
     for stage_count in range(stages, 0, -1):
         stage_bounds.append(best_by_stages[stage_count][stage_bounds[-1]][1])
     return stage_bounds[::-1]
+
+
+BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements: a ring's latency grows with its ranks
+
+
+def limit_bucket(given: int, ranks: int) -> int:
+    """The most elements of a bucket of gradients that `ranks` data ranks sum. given: DeepSpeed's reduce_bucket_size."""
+    return min(given, max(BUCKET, BUCKET_OF_RANK * ranks))
+
+
+def cut_into_buckets(sizes: Sequence[int], limit: int) -> list[range]:
+    """Cut a flat buffer of parameters of these sizes into buckets of neighbours: the numbers of the parameters of each.
+
+    From the end, where a backward pass begins. A bucket has at most `limit` elements, or one parameter.
+    """
+    buckets, stop, elements = [], len(sizes), 0
+    for number in reversed(range(len(sizes))):
+        if elements and elements + sizes[number] > limit:
+            buckets.append(range(number + 1, stop))
+            stop, elements = number + 1, 0
+        elements += sizes[number]
+    return [*buckets, range(stop)] if stop else buckets

@@ -76,6 +76,14 @@ def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
     _scatter(part, whole, group=group)
 
 
+def begin_sum(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> dist.Work:
+    """Reduce-scatter the flat `whole` into pieces of any sizes, one for each rank of `group`: the sum of this `rank`'s
+    replaces it when the returned work has been waited for; the others stay as they were."""
+    if len({piece.numel() for piece in pieces}) == 1:
+        return _scatter(pieces[rank], whole, group=group, async_op=True)  # type: ignore[no-any-return]
+    return dist.reduce_scatter(pieces[rank], list(pieces), group=group, async_op=True)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:

@@ -1,0 +1,119 @@
+"""Sums gradients over the data ranks in buckets, while the backward pass of the last micro-batch goes on.
+
+DeepSpeed 0.19.8 sums those of BF16_Optimizer after the backward pass, and its overlap_comm is for the other wrappers
+alone: it is forced off under a pipeline, divides before it sums, and waits for the whole device. So these are hooks of
+our own, for any pipeline. A bucket is sent as soon as every parameter in it has had a gradient of every micro-batch,
+and always in the same order, which ranks of a group must agree on: the messages, and so the bits of the sums, are the
+same whether they begin early or not.
+
+Every element goes to the rank that updates it (ZeRO 1, arXiv:1910.02054 section 5.1); the flat buffers are cut into
+these parts, so the pieces of a bucket differ in size, and most are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+from torch.distributed import Work
+
+from megastable.base import activity
+from megastable.engine.local_gradients import LocalGradients
+from megastable.parallel.layout import cut_into_buckets, limit_bucket
+from megastable.parallel.mappings import begin_sum
+from megastable.parallel.topology import Topology
+
+
+class Bucket(NamedTuple):
+    """Gradients of neighbouring parameters on this rank. whole: fp32 [n]. pieces: of it, by the data rank that updates
+    them. places: of the parameters: group, and number in it."""
+
+    whole: Tensor
+    pieces: list[Tensor]
+    places: list[tuple[int, int]]
+
+
+class GradientSums:
+    """The sums of a step over the data ranks, each written to this rank's part of the gradient buffers of `o`.
+
+    engine: DeepSpeed's. watching: what measures the gradients before and after a sum, if anything does. overlap:
+    whether sums begin before the backward pass is over; not if a gradient is looked at in between.
+    """
+
+    def __init__(
+        self, o: BF16_Optimizer, engine: Any, topology: Topology, watching: Callable[[], LocalGradients | None]
+    ) -> None:  # fmt: skip
+        self.overlap = True
+        self._engine, self._watching = engine, watching
+        self._group, self._rank = topology.data_group, topology.data_rank
+        self._parts, self._ranks = o.fp32_groups_gradient_flat_partition, topology.layout.data
+        self.buckets = self._make_buckets(o) if self._ranks > 1 else []
+        self._bucket_of = {place: number for number, b in enumerate(self.buckets) for place in b.places}
+        self.begin_step()
+
+    def _make_buckets(self, o: BF16_Optimizer) -> list[Bucket]:
+        """In the order in which the backward pass completes them: the one with the first parameter is the last."""
+        limit = limit_bucket(int(self._engine.zero_reduce_bucket_size()), self._ranks)
+        orders = {id(p): order for order, p in enumerate(self._engine.module.parameters())}
+        ordered_buckets = []
+        for group, whole_buffer in enumerate(o.fp32_groups_gradients_flat):
+            parameter_sizes = [parameter.numel() for parameter in o.bf16_groups[group]]
+            ends, part_size = [0, *accumulate(parameter_sizes)], len(self._parts[group])
+            ends[-1] = len(whole_buffer)  # padding belongs to the last one
+            for numbers in cut_into_buckets(parameter_sizes, limit):
+                start, end = ends[numbers.start], ends[numbers.stop]
+                cuts = [min(max(rank * part_size, start), end) - start for rank in range(1, self._ranks)]
+                bucket_buffer = whole_buffer[start:end]
+                pieces = list(bucket_buffer.tensor_split(cuts))
+                places = [(group, number) for number in numbers]
+                first_order = min(orders[id(o.bf16_groups[group][number])] for number in numbers)
+                ordered_buckets.append((first_order, Bucket(bucket_buffer, pieces, places)))
+        return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
+
+    def begin_step(self) -> None:
+        """A step begins, of as many micro-batches as DeepSpeed has been told."""
+        micro_batches = self._engine.gradient_accumulation_steps()
+        self._missing = [len(bucket.places) * micro_batches for bucket in self.buckets]
+        self._works: list[Work] = []
+
+    def note_gradient(self, group: int, number: int) -> None:
+        """The gradient of a micro-batch has been added to that of this parameter."""
+        if not self.buckets:
+            return
+        bucket_number = self._bucket_of[group, number]
+        if bucket_number < len(self._works):
+            raise RuntimeError(
+                f"a gradient of parameter {number} of group {group} came after its sum over the data ranks had begun: "
+                "it has more gradients in a step than micro-batches"
+            )
+        self._missing[bucket_number] -= 1
+        while self.overlap and len(self._works) < len(self.buckets) and self._missing[len(self._works)] <= 0:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        bucket = self.buckets[len(self._works)]
+        if (gradient_watch := self._watching()) is not None:
+            for receiver, piece in enumerate(bucket.pieces):
+                if piece.numel():
+                    gradient_watch.measure_bucket_before_sum(piece, receiver)
+        self._works.append(begin_sum(bucket.whole, bucket.pieces, self._rank, self._group))
+
+    def finish(self, *_: Any, **__: Any) -> None:
+        """Begin the sums that are left, wait for all, and divide them by the ranks. In place of DeepSpeed's
+        `buffered_allreduce_fallback`. Collective over the data group."""
+        activity.enter_activity(activity.REDUCE)  # until the gate, which is next
+        while len(self._works) < len(self.buckets):
+            self._begin_next()
+        gradient_watch = self._watching()
+        for bucket, work in zip(self.buckets, self._works, strict=True):
+            work.wait()
+            own_piece = bucket.pieces[self._rank]
+            if gradient_watch is not None and own_piece.numel():
+                gradient_watch.measure_after_sum([own_piece])
+        self._works = []
+        if self.buckets:
+            for own_part in self._parts:
+                own_part.div_(self._ranks)
