@@ -294,6 +294,35 @@ def bench_scaling(
         raise typer.Exit(FAILED)
 
 
+@app.add_command(
+    "overlap",
+    examples="""
+    megastable bench overlap --picture overlap.png
+    megastable bench overlap --ranks 4 --rate 2 --latency 0.2
+    """,
+)
+def bench_overlap(
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel processes")] = 4,
+    rate: Annotated[float, typer.Option(min=0.001, help="Of every rank's link, Gbit/s")] = 1.0,
+    latency: Annotated[float, typer.Option(min=0, help="Of every sum, ms")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps with and without overlap")] = 5,
+    picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Measure how much of the sums of gradients is hidden behind the backward pass, over a slowed link."""
+    import_from_checkout("benchmarks")
+    from benchmarks import overlap
+
+    found_overlap = overlap.measure_overlap(
+        overlap.OverlapCase(ranks, rate=rate * 125e6, latency=latency * 1e-3, rounds=rounds)
+    )
+    _console(as_json).print(overlap.overlap_table(found_overlap))
+    if picture is not None:
+        overlap.draw_overlap(found_overlap, picture)
+    put_json(asdict(found_overlap) | {"hidden": found_overlap.hidden}, as_json, output)
+
+
 def _form_group_of_one() -> None:
     """A process group of this process alone, if none is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

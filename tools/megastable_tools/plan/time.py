@@ -6,8 +6,9 @@
 Every operation of `work.py` takes the longer of the times for its FLOPs and its bytes (roofline), every message of
 `volume.py` its bytes over the link that its group crosses, plus latency. 1F1B: all micro-batches of the slowest
 stage, and one of every other stage while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1).
-Overlap follows DeepSpeed 0.19.8: under ZeRO 1 gradients are summed at the end of the step, and weights gathered after
-the update; ZeRO 2 and 3 communicate during computing.
+Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
+buckets (engine/gradient_sums.py), in other precisions after it, and weights are gathered after the update; ZeRO 2 and 3
+communicate during computing.
 
 Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
 """
@@ -391,11 +392,32 @@ class _Prediction:
             beside = "data" in self.others.hidden and what in ("gradients", "weights")
             beside |= alone and zero == 3 and what == "weights"
             beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
-            seconds, hidden = self._hide(self._moving(terms), computing, beside)
+            moving_seconds = self._moving(terms)
+            if what == "gradients" and self._sums_early and not beside:
+                early_seconds = moving_seconds * self._count_early_share(stage)
+                _, hidden = self._hide(early_seconds, min(computing, self._count_backward(stage)), True)
+                seconds = moving_seconds - hidden
+            else:
+                seconds, hidden = self._hide(moving_seconds, computing, beside)
             computing -= hidden
             because = f"{self._sent(terms) / 1e9:.3g} GB {self.links[terms[0].group].told}{_beside(hidden)}"
             time_lines.append(TimeShare(what, "data", seconds, because))
         return time_lines
+
+    @property
+    def _sums_early(self) -> bool:
+        """Whether gradients are summed while the last backward pass goes on, by engine/gradient_sums.py."""
+        is_bf16, clipping = self.config.precision.kind == "bf16", self.config.optimizer.clipping.kind
+        return self.config.parallel.zero == 1 and is_bf16 and clipping != "worker"
+
+    def _count_early_share(self, stage: int) -> float:
+        """Share of the gradients in buckets that are complete before the backward pass is over."""
+        cut_groups = volume.cut_gradients(self.config, self.layout.data, volume.stage_of(self.cut, stage), self.zero)
+        return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
+
+    def _count_backward(self, stage: int) -> float:
+        """Seconds of computing in the backward pass of one micro-batch."""
+        return sum(times * seconds for o, times, seconds in self._operations(stage) if o.when != work.FORWARD)
 
     def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:
         """(exposed, hidden) seconds of communication that overlaps with `computing`."""

@@ -21,11 +21,12 @@ from typing import Any
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
-from megastable.parallel.layout import cut_into_stages
+from megastable.parallel.layout import cut_into_buckets, cut_into_stages, limit_bucket
 from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
 FP32, FP64, INT32 = 4, 8, 4
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
+DEFAULT_BUCKET = 5e8  # elements of DeepSpeed's reduce_bucket_size
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 
@@ -373,7 +374,8 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
-        summed = [Term("gradients", "data", "reduce-scatter", n * FP32, int(data > 1)) for n in flat]
+        calls = Counter(n for buckets in cut_gradients(config, data, held, settings) for n in buckets)
+        summed = [Term("gradients", "data", "reduce-scatter", n * FP32, calls[n] * (data > 1)) for n in calls]
         return [*summed, *weights]
     group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
     if settings.get("use_multi_rank_bucket_allreduce", True):
@@ -388,6 +390,28 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         ]
         summed = [Term("gradients", "data", "reduce", n * FP32, sum_count * (n > 0)) for n in owned_elements]
     return [*summed, *_checks(config, len(group_sizes), FP32), *weights]
+
+
+def cut_gradients(
+    config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
+) -> list[list[int]]:  # fmt: skip
+    """Elements of the buckets of gradients that ZeRO 1 in bf16 sums (engine/gradient_sums.py), by group of parameters.
+
+    In the order of the backward pass: the last bucket of each group is complete when that is over.
+    """
+    limit = limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
+    # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
+    early_tables = int(held.first or (held.last and config.model.tied))
+    table_group = int(config.optimizer.name == "muon")
+    cut_groups = []
+    for group_number, group in enumerate(parameter_groups(config, held)):
+        first_ones = early_tables if group_number == table_group else 0
+        ordered_sizes = group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
+        buckets = [sum(ordered_sizes[i] for i in numbers) for numbers in cut_into_buckets(ordered_sizes, limit)]
+        # DeepSpeed's padding is behind the last parameter.
+        buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
+        cut_groups.append(buckets)
+    return cut_groups
 
 
 def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
