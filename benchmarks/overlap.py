@@ -36,7 +36,7 @@ WARM = 2  # steps before those that count
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """rate: bytes a second that leave a rank. latency: seconds of every sum. rounds: steps with overlap, and without."""
+    """rate: bytes a second that leave a rank. latency: seconds of every sum. rounds: steps of either kind."""
 
     ranks: int = 4
     rate: float = 125e6
@@ -150,11 +150,12 @@ def record_steps(case: OverlapCase) -> RankSteps:
     from megastable.engine import gradient_sums
     from megastable.engine.engine import Engine
 
+    sums_module: Any = gradient_sums
     layout_case = case.layout_case
     topology = layout_case.join_group()
     engine = Engine(layout_case.config, layout_case.deepspeed, topology)
-    recorder = Recorder(case, topology.layout.data, gradient_sums.begin_sum)
-    gradient_sums.begin_sum, activity.listener = recorder.begin_sum, recorder  # type: ignore[assignment]
+    recorder = Recorder(case, topology.layout.data, sums_module.begin_sum)
+    sums_module.begin_sum, activity.listener = recorder.begin_sum, recorder
     drawn_batches = layout_case.draw_batches(topology.sample_rank)
     waits: dict[bool, list[float]] = {True: [], False: []}
     last_spans: list[Span] = []

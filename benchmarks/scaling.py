@@ -42,7 +42,6 @@ KEEP_NOTHING = {
 }  # fmt: skip
 
 SMALL_BUCKETS = {"reduce_bucket_size": 12000}  # elements: a third of a stage's; its norms fit into one
-TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
 
 
 Case = partial(
@@ -80,8 +79,8 @@ LAYOUTS = {
     "DP2 ZeRO 3 Mix-LN full keeps nothing": Case(
         2, {"zero": 3, "recompute": "full"}, MIXED, zero=KEEP_NOTHING
     ),
-    "DP4 ZeRO 1 fp32, to the owner": Case(4, precision=FP32, zero=TO_OWNER),
-    "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
+    "DP4 ZeRO 1 fp32": Case(4, precision=FP32),
+    "DP4 ZeRO 2": Case(4, {"zero": 2}, micro_batch=1),
     "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
     "CP2": Case(2, {"context": 2}),
     "CP2 full": Case(2, {"context": 2, "recompute": "full"}),

@@ -28,7 +28,7 @@ KNOWN: dict[str, set[str]] = {
     "zero_optimization": {
         "stage", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
         "reduce_bucket_size", "contiguous_gradients",
-        "use_multi_rank_bucket_allreduce", "ignore_unused_parameters",
+        "ignore_unused_parameters",
         "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
         "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
         "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
@@ -77,6 +77,7 @@ REFUSED = {
     "zero_optimization.zero_hpz_partition_size": _PIECES,
     # 0.19.8 pairs parameters with each other's pieces under it (tested: 16 of 19 on two ranks).
     "zero_optimization.round_robin_gradients": _PIECES,
+    "zero_optimization.use_multi_rank_bucket_allreduce": "every rank gets just the part of a bucket that it updates",
     "zero_optimization.mics_shard_size": _PIECES,
     "zero_optimization.mics_hierarchical_params_gather": _PIECES,
     "zero_optimization.zero_quantized_weights": _QUANTIZED,

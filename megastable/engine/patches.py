@@ -32,7 +32,8 @@ from megastable.base.collectives import gather_objects
 from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
-from megastable.parallel.mappings import sum_and_scatter
+from megastable.parallel.mappings import begin_sum, sum_and_scatter
+from megastable.parallel.topology import Topology
 
 CHUNK = 1 << 18  # elements; a copy fits in a CPU's cache
 
@@ -195,37 +196,46 @@ def update_at_once(o: DeepSpeedZeroOptimizer) -> None:
     o._optimizer_step = step
 
 
-def measure_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
-    """Sum the buckets of ZeRO 2, and of ZeRO 1 in fp16 and fp32, as DeepSpeed does, measured before and after.
+def scatter_buckets(
+    o: DeepSpeedZeroOptimizer, topology: Topology, watching: Callable[[], LocalGradients | None]
+) -> None:  # fmt: skip
+    """Reduce-scatter the buckets of ZeRO 2, and of ZeRO 1 in fp16 and fp32, to the ranks that update them.
 
-    Needless with hooks before and after its sum.
+    By default every rank gets all of a bucket and keeps its part: twice the bytes, with ZeRO 2 in every micro-batch.
+    Its other way is a reduction to each owner, before which it waits for the whole device. Needless when it
+    reduce-scatters. watching: what measures the gradients before and after a sum, if anything does.
     """
+    rank, group = topology.data_rank, topology.data_group
 
-    def allreduce_bucket(
-        bucket: Sequence[Tensor],
-        dtype: torch.dtype,
-        rank: int | None = None,
-        process_group: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        sum_group = o.dp_process_group if process_group is None else process_group
-        flat_bucket: Tensor = o.flatten(bucket)
-        summed_bucket = flat_bucket.to(dtype)
-        is_checked = summed_bucket.dtype is torch.float32  # else sums round too much to be checked
-        if is_checked:
-            watch.measure_bucket_before_sum(summed_bucket, rank)
-        if rank is None:
-            dist.all_reduce(summed_bucket, group=sum_group)
-        else:
-            dist.reduce(summed_bucket, dist.get_global_rank(sum_group, rank), group=sum_group)
-        if rank is None or rank == dist.get_rank(sum_group):
-            if is_checked:
-                watch.measure_after_sum([summed_bucket])
-            if summed_bucket is not flat_bucket:
-                flat_bucket.copy_(summed_bucket)
-        return summed_bucket  # ZeRO 2 keeps the fp32 result
+    def scatter(
+        bucket: Sequence[Tensor], dtype: torch.dtype, bucket_ranks: Any, output_bucket: Any, **_: Any
+    ) -> None:  # fmt: skip
+        owned: list[list[int]] = [[] for _ in range(topology.layout.data)]
+        for number, (owner,) in enumerate(bucket_ranks):
+            owned[owner].append(number)
+        whole_bucket: Tensor = o.flatten([bucket[number] for numbers in owned for number in numbers]).to(
+            dtype
+        )
+        pieces = whole_bucket.split([sum(bucket[number].numel() for number in numbers) for numbers in owned])
+        gradient_watch = (
+            watching() if dtype is torch.float32 else None
+        )  # else sums round too much to be checked
+        if gradient_watch is not None:
+            for receiver, piece in enumerate(pieces):
+                if piece.numel():
+                    gradient_watch.measure_bucket_before_sum(piece, receiver)
+        begin_sum(whole_bucket, pieces, rank, group).wait()
+        if gradient_watch is not None and owned[rank]:
+            gradient_watch.measure_after_sum([pieces[rank]])
+        own_sums = pieces[rank].split([bucket[number].numel() for number in owned[rank]])
+        for number, own_sum in zip(owned[rank], own_sums, strict=True):
+            o._add_to_grad_partition_buffer(output_bucket[number], own_sum)  # ZeRO 2 keeps the fp32 result
+            bucket[number].copy_(own_sum)
+            if o.overlap_comm and not get_accelerator().resolves_data_dependency():
+                bucket[number].record_stream(o.reduction_stream)
 
-    o.allreduce_bucket = allreduce_bucket
+    o.use_multi_rank_bucket_allreduce = True
+    o.allreduce_and_copy_with_multiple_ranks = scatter
 
 
 def measure_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, ranks: int) -> None:

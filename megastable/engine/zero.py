@@ -290,9 +290,10 @@ class Zero12(_Linked):
         o.gradient_average = False
         self.sums_apart = o.partition_gradients
         patches.update_at_once(o)
+        patches.scatter_buckets(o, topology, lambda: self.local)
 
     def _measure_sums(self, watch: LocalGradients) -> None:
-        patches.measure_buckets(self.o, watch)
+        """`scatter_buckets` has it measured."""
 
     @property
     def masters(self) -> list[Tensor]:

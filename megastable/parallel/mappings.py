@@ -80,7 +80,7 @@ def begin_sum(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) ->
     """Reduce-scatter the flat `whole` into pieces of any sizes, one for each rank of `group`: the sum of this `rank`'s
     replaces it when the returned work has been waited for; the others stay as they were."""
     if len({piece.numel() for piece in pieces}) == 1:
-        return _scatter(pieces[rank], whole, group=group, async_op=True)  # type: ignore[no-any-return]
+        return _scatter(pieces[rank], whole, group=group, async_op=True)
     return dist.reduce_scatter(pieces[rank], list(pieces), group=group, async_op=True)
 
 

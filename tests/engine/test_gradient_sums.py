@@ -42,7 +42,9 @@ def train_twice(parts: dict[str, Any]) -> dict[str, Any]:
         found["buckets"] = len(engine.zero.sums.buckets)
         random, told = torch.Generator().manual_seed(3), []
         for step in range(STEPS):
-            tokens = torch.randint(0, VOCABULARY, (engine.config.train.global_batch, LENGTH + 1), generator=random)
+            tokens = torch.randint(
+                0, VOCABULARY, (engine.config.train.global_batch, LENGTH + 1), generator=random
+            )
             batch = take_batch(engine, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None))
             if step == 6:
                 before = copy_state(engine)
@@ -72,7 +74,9 @@ def send_too_early(_: None) -> str:
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     batch = take_batch(engine, (tokens, tokens, None))
     engine.ds.gradient_accumulation_steps = lambda: 1  # a micro-batch more is to come
-    engine._run_forward_and_backward = lambda given: [engine.ds.backward(engine.ds(*engine._inputs(m))) for m in given]
+    engine._run_forward_and_backward = lambda given: [
+        engine.ds.backward(engine.ds(*engine._inputs(m))) for m in given
+    ]
     with pytest.raises(RuntimeError, match="came after its sum"):
         engine.train_step(batch, 1e-2, lambda _: True)
     return "refused"

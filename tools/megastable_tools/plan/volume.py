@@ -378,18 +378,9 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         summed = [Term("gradients", "data", "reduce-scatter", n * FP32, calls[n] * (data > 1)) for n in calls]
         return [*summed, *weights]
     group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
-    if settings.get("use_multi_rank_bucket_allreduce", True):
-        # Of which every rank then keeps its part.
-        summed = [Term("gradients", "data", "all-reduce", sum(group_totals) * FP32, sum_count)]
-    else:
-        # To every rank its part; the last ranks' parts come without padding.
-        rank_shares = [(n, padded_size // data) for n, padded_size in zip(group_totals, flat, strict=True)]
-        owned_elements = [
-            sum(min(max(n - data_rank * share, 0), share) for n, share in rank_shares)
-            for data_rank in range(data)
-        ]
-        summed = [Term("gradients", "data", "reduce", n * FP32, sum_count * (n > 0)) for n in owned_elements]
-    return [*summed, *_checks(config, len(group_sizes), FP32), *weights]
+    # To every rank its part, without the padding.
+    summed = [Term("gradients", "data", "reduce-scatter", sum(group_totals) * FP32, sum_count)]
+    return [*summed, *_checks(config, 0, FP32), *weights]  # the norm piggybacks here, too
 
 
 def cut_gradients(
@@ -406,8 +397,12 @@ def cut_gradients(
     cut_groups = []
     for group_number, group in enumerate(parameter_groups(config, held)):
         first_ones = early_tables if group_number == table_group else 0
-        ordered_sizes = group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
-        buckets = [sum(ordered_sizes[i] for i in numbers) for numbers in cut_into_buckets(ordered_sizes, limit)]
+        ordered_sizes = (
+            group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
+        )
+        buckets = [
+            sum(ordered_sizes[i] for i in numbers) for numbers in cut_into_buckets(ordered_sizes, limit)
+        ]
         # DeepSpeed's padding is behind the last parameter.
         buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
         cut_groups.append(buckets)
@@ -457,17 +452,16 @@ def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[st
 
 
 def _updates(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> int:
-    """How often ZeRO calls the optimizer in a step: for all parameters, for each group, or for each sub-group."""
-    group_sizes = parameter_groups(config, held)
+    """How often ZeRO calls the optimizer in a step: for all parameters, or for each sub-group."""
     if config.parallel.zero == 3:
         sub_group_size, calls = settings.get("sub_group_size", SUB_GROUP), 0
-        for group in group_sizes:
+        for group in parameter_groups(config, held):
             size = sub_group_size  # the first parameter opens a sub-group
             for parameter_elements in group.sizes:
                 calls += size >= sub_group_size
                 size = (0 if size >= sub_group_size else size) + round_up(parameter_elements, data) // data
         return calls
-    return 1 if config.parallel.zero == 1 and config.precision.kind == "bf16" else len(group_sizes)
+    return 1
 
 
 def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:
