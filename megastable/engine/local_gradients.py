@@ -7,8 +7,8 @@ in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
 The numbers, a `RankGradient` of every data rank, travel in the sum that every step makes for its gate, and
 hardware/gradient_watch.py judges them. A step reads the gradient, and a rank's part of the sum, once more (GPUs:
-twice). BF16_Optimizer sums once in a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured
-then is added up.
+twice). ZeRO 1 sums every bucket once in a step, ZeRO 2 and 3 in every micro-batch, and what is measured then is added
+up.
 """
 
 from __future__ import annotations

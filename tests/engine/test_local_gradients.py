@@ -92,6 +92,34 @@ def sampled(part: Tensor) -> Tensor:
     return torch.cat([part[i * apart : i * apart + BLOCK] for i in range(BLOCKS)])
 
 
+def test_buckets_that_are_under_way_together_are_as_one_after_the_other() -> None:
+    """Sums begin before earlier ones are over; each is compared with what this rank put into it."""
+    ranks, owners = 2, (0, 1, 0, 1, 1)
+    sent = [
+        [torch.randn(3000 + n, generator=torch.Generator().manual_seed(10 * d + n)) for n in range(5)]
+        for d in range(ranks)
+    ]
+    sums = [torch.stack(bucket).sum(0) for bucket in zip(*sent, strict=True)]
+    told = []
+    for at_once in (False, True):
+        watching = [rank(d, ranks) for d in range(ranks)]
+        for d, local in enumerate(watching):
+            for number, owner in enumerate(owners):
+                local.measure_bucket_before_sum(sent[d][number], owner)
+                if owner == d and not at_once:
+                    local.measure_after_sum([sums[number]])
+            for number, owner in enumerate(owners):
+                if owner == d and at_once:
+                    local.measure_after_sum([sums[number]])
+        told.append(read_columns(torch.stack([local.make_columns() for local in watching]).sum(0).tolist()))
+    assert told[0] == told[1]
+    for d, row in enumerate(told[0]):
+        own = torch.cat([sent[d][n] for n, owner in enumerate(owners) if owner == d])
+        others = torch.cat([sums[n] - sent[d][n] for n, owner in enumerate(owners) if owner == d])
+        assert row.dot == pytest.approx(float(own.double() @ others.double()), rel=1e-4)
+        assert abs(row.excess) < bound_rounding(row.slices, ranks)
+
+
 def flipped(bit: int) -> Callable[[list[list[Tensor]]], None]:
     def flip(received: list[list[Tensor]]) -> None:
         part = received[1][2]

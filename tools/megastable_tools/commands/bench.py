@@ -305,7 +305,7 @@ def bench_overlap(
     ranks: Annotated[int, typer.Option(min=2, help="Data-parallel processes")] = 4,
     rate: Annotated[float, typer.Option(min=0.001, help="Of every rank's link, Gbit/s")] = 1.0,
     latency: Annotated[float, typer.Option(min=0, help="Of every sum, ms")] = 1.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps with and without overlap")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps with and without overlap")] = 10,
     picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
     as_json: Json = False,
     output: JsonFile = None,

@@ -123,7 +123,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Others:
-    """Features of other frameworks that DeepSpeed 0.19.8 lacks. The defaults are DeepSpeed's.
+    """Features of other frameworks that megastable lacks. The defaults are megastable's.
 
     virtual: stages per rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups that communicate during
     computing. fused: fused elementwise work under ZeRO 3, too. summing: products that accumulate weight gradients.
@@ -408,7 +408,8 @@ class _Prediction:
     def _sums_early(self) -> bool:
         """Whether gradients are summed while the last backward pass goes on, by engine/gradient_sums.py."""
         is_bf16, clipping = self.config.precision.kind == "bf16", self.config.optimizer.clipping.kind
-        return self.config.parallel.zero == 1 and is_bf16 and clipping != "worker"
+        is_ours = self.others == DEEPSPEED and self.config.parallel.zero == 1
+        return is_ours and is_bf16 and clipping != "worker"
 
     def _count_early_share(self, stage: int) -> float:
         """Share of the gradients in buckets that are complete before the backward pass is over."""
