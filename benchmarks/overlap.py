@@ -158,7 +158,7 @@ def record_steps(case: OverlapCase) -> RankSteps:
     recorder = Recorder(case, topology.layout.data, sums_module.begin_sum)
     sums_module.begin_sum, activity.listener = recorder.begin_sum, recorder
     drawn_batches = layout_case.draw_batches(topology.sample_rank)
-    waits: dict[bool, list[float]] = {True: [], False: []}
+    wait_seconds: dict[bool, list[float]] = {True: [], False: []}
     best_spans: list[Span] = []
     for step in range(2 * (WARM + case.rounds)):
         overlap = bool(step % 2)
@@ -167,18 +167,18 @@ def record_steps(case: OverlapCase) -> RankSteps:
         activity.begin_step(step)
         engine.train_step(drawn_batches, 1e-4, is_finite)
         activity.end_step(0.0)
-        spans = recorder.list_spans()
+        step_spans = recorder.list_spans()
         if step >= 2 * WARM:
-            waits[overlap].append(spans[1].end - spans[1].begin)
-            if overlap and waits[True][-1] == min(waits[True]):
-                best_spans = spans
-    return RankSteps(waits[True], waits[False], best_spans)
+            wait_seconds[overlap].append(step_spans[1].end - step_spans[1].begin)
+            if overlap and wait_seconds[True][-1] == min(wait_seconds[True]):
+                best_spans = step_spans
+    return RankSteps(wait_seconds[True], wait_seconds[False], best_spans)
 
 
 def overlap_table(found: OverlapFound) -> Table:
     """One row for each rank: the backward pass, the sums, and what of them was waited for."""
-    link = f"{found.case.rate * 8e-9:.3g} Gbit/s, {found.case.latency * 1e3:g} ms"
-    made = Table("rank", title=f"Sums of gradients over {found.case.ranks} ranks, {link}: milliseconds")
+    link_text = f"{found.case.rate * 8e-9:.3g} Gbit/s, {found.case.latency * 1e3:g} ms"
+    made = Table("rank", title=f"Sums of gradients over {found.case.ranks} ranks, {link_text}: milliseconds")
     for column_name in ("last backward pass", "sums", "begun in it", "waited for", "without overlap"):
         made.add_column(column_name, justify="right")
     for rank, steps in enumerate(found.ranks):
@@ -193,17 +193,17 @@ def overlap_table(found: OverlapFound) -> Table:
 
 def draw_overlap(found: OverlapFound, path: Path) -> None:
     """Draw the step of every rank that waited least: the backward pass, the wait after it, and each sum below."""
-    colours = {"backward": "tab:blue", "wait": "tab:red", "sum": "tab:olive"}
+    span_colours = {"backward": "tab:blue", "wait": "tab:red", "sum": "tab:olive"}
     with draw_figure(path, 9, 1 + 0.9 * found.case.ranks) as figure:
-        _draw_spans(figure.subplots(), found, colours)
+        _draw_spans(figure.subplots(), found, span_colours)
 
 
 def _draw_spans(axes: Any, found: OverlapFound, colours: dict[str, str]) -> None:
     for rank, steps in enumerate(found.ranks):
         for number, span in enumerate(steps.spans):
-            height = rank if span.what != "sum" else rank + 0.3 + 0.22 * (number % 2)
+            bar_height = rank if span.what != "sum" else rank + 0.3 + 0.22 * (number % 2)
             axes.barh(
-                height, 1e3 * (span.end - span.begin), 0.3 if span.what != "sum" else 0.18, left=1e3 * span.begin,
+                bar_height, 1e3 * (span.end - span.begin), 0.3 if span.what != "sum" else 0.18, left=1e3 * span.begin,
                 color=colours[span.what], edgecolor="white", linewidth=0.5,
             )  # fmt: skip
     axes.set_yticks([rank + 0.2 for rank in range(found.case.ranks)])

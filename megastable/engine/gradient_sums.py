@@ -56,21 +56,29 @@ class GradientSums:
 
     def _make_buckets(self, o: BF16_Optimizer) -> list[Bucket]:
         """In the order in which the backward pass completes them: the one with the first parameter is the last."""
-        limit = limit_bucket(int(self._engine.zero_reduce_bucket_size()), self._ranks)
-        orders = {id(p): order for order, p in enumerate(self._engine.module.parameters())}
+        bucket_limit = limit_bucket(int(self._engine.zero_reduce_bucket_size()), self._ranks)
+        module_orders = {id(p): order for order, p in enumerate(self._engine.module.parameters())}
         ordered_buckets = []
         for group, whole_buffer in enumerate(o.fp32_groups_gradients_flat):
             parameter_sizes = [parameter.numel() for parameter in o.bf16_groups[group]]
-            ends, part_size = [0, *accumulate(parameter_sizes)], len(self._parts[group])
-            ends[-1] = len(whole_buffer)  # padding belongs to the last one
-            for numbers in cut_into_buckets(parameter_sizes, limit):
-                start, end = ends[numbers.start], ends[numbers.stop]
-                cuts = [min(max(rank * part_size, start), end) - start for rank in range(1, self._ranks)]
-                bucket_buffer = whole_buffer[start:end]
-                pieces = list(bucket_buffer.tensor_split(cuts))
-                places = [(group, number) for number in numbers]
-                first_order = min(orders[id(o.bf16_groups[group][number])] for number in numbers)
-                ordered_buckets.append((first_order, Bucket(bucket_buffer, pieces, places)))
+            parameter_ends, part_size = [0, *accumulate(parameter_sizes)], len(self._parts[group])
+            parameter_ends[-1] = len(whole_buffer)  # padding belongs to the last one
+            for bucket_numbers in cut_into_buckets(parameter_sizes, bucket_limit):
+                bucket_start, bucket_end = (
+                    parameter_ends[bucket_numbers.start],
+                    parameter_ends[bucket_numbers.stop],
+                )
+                owner_cuts = [
+                    min(max(rank * part_size, bucket_start), bucket_end) - bucket_start
+                    for rank in range(1, self._ranks)
+                ]
+                bucket_buffer = whole_buffer[bucket_start:bucket_end]
+                owner_pieces = list(bucket_buffer.tensor_split(owner_cuts))
+                parameter_places = [(group, number) for number in bucket_numbers]
+                first_order = min(
+                    module_orders[id(o.bf16_groups[group][number])] for number in bucket_numbers
+                )
+                ordered_buckets.append((first_order, Bucket(bucket_buffer, owner_pieces, parameter_places)))
         return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
 
     def begin_step(self) -> None:
@@ -94,23 +102,23 @@ class GradientSums:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        bucket = self.buckets[len(self._works)]
+        next_bucket = self.buckets[len(self._works)]
         if (gradient_watch := self._watching()) is not None:
-            for receiver, piece in enumerate(bucket.pieces):
+            for receiver, piece in enumerate(next_bucket.pieces):
                 if piece.numel():
                     gradient_watch.measure_bucket_before_sum(piece, receiver)
-        self._works.append(begin_sum(bucket.whole, bucket.pieces, self._rank, self._group))
+        self._works.append(begin_sum(next_bucket.whole, next_bucket.pieces, self._rank, self._group))
 
-    def finish(self, *_: Any, **__: Any) -> None:
+    def finish_sums(self, *_: Any, **__: Any) -> None:
         """Begin the sums that are left, wait for all, and divide them by the ranks. In place of DeepSpeed's
         `buffered_allreduce_fallback`. Collective over the data group."""
         activity.enter_activity(activity.REDUCE)  # until the gate, which is next
         while len(self._works) < len(self.buckets):
             self._begin_next()
         gradient_watch = self._watching()
-        for bucket, work in zip(self.buckets, self._works, strict=True):
-            work.wait()
-            own_piece = bucket.pieces[self._rank]
+        for begun_bucket, begun_work in zip(self.buckets, self._works, strict=True):
+            begun_work.wait()
+            own_piece = begun_bucket.pieces[self._rank]
             if gradient_watch is not None and own_piece.numel():
                 gradient_watch.measure_after_sum([own_piece])
         self._works = []

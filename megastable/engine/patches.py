@@ -165,7 +165,7 @@ def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums, counted: Se
     the norm.
     """
     o._update_hp_grad = Accumulate(o, sums)
-    engine.buffered_allreduce_fallback = sums.finish
+    engine.buffered_allreduce_fallback = sums.finish_sums
     parts = o.fp32_groups_gradient_flat_partition
     o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
 

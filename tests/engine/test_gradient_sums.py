@@ -28,13 +28,13 @@ def train_twice(parts: dict[str, Any]) -> dict[str, Any]:
     """Of this rank, ten steps with sums during the backward pass and after it; two of them are refused, one measured
     before; and how many sums had begun when each backward pass ended."""
     found: dict[str, Any] = {"begun": [], "buckets": 0}
-    finish = GradientSums.finish
+    finish = GradientSums.finish_sums
 
     def note_begun(self: GradientSums, *given: Any, **named: Any) -> None:
         found["begun"].append(len(self._works))
         finish(self, *given, **named)
 
-    GradientSums.finish = note_begun  # type: ignore[method-assign]
+    GradientSums.finish_sums = note_begun  # type: ignore[method-assign]
     states, seen = [], []
     for overlap in (True, False):
         engine = build_engine(config(precision="bf16", **parts), reduce_bucket_size=LIMIT)
