@@ -205,30 +205,34 @@ def scatter_buckets(
     Its other way is a reduction to each owner, before which it waits for the whole device. Needless when it
     reduce-scatters. watching: what measures the gradients before and after a sum, if anything does.
     """
-    rank, group = topology.data_rank, topology.data_group
+    own_rank, data_group = topology.data_rank, topology.data_group
 
     def scatter(
         bucket: Sequence[Tensor], dtype: torch.dtype, bucket_ranks: Any, output_bucket: Any, **_: Any
     ) -> None:  # fmt: skip
-        owned: list[list[int]] = [[] for _ in range(topology.layout.data)]
+        owned_numbers: list[list[int]] = [[] for _ in range(topology.layout.data)]
         for number, (owner,) in enumerate(bucket_ranks):
-            owned[owner].append(number)
-        whole_bucket: Tensor = o.flatten([bucket[number] for numbers in owned for number in numbers]).to(
-            dtype
+            owned_numbers[owner].append(number)
+        whole_bucket: Tensor = o.flatten(
+            [bucket[number] for numbers in owned_numbers for number in numbers]
+        ).to(dtype)
+        owner_pieces = whole_bucket.split(
+            [sum(bucket[number].numel() for number in numbers) for numbers in owned_numbers]
         )
-        pieces = whole_bucket.split([sum(bucket[number].numel() for number in numbers) for numbers in owned])
         gradient_watch = (
             watching() if dtype is torch.float32 else None
         )  # else sums round too much to be checked
         if gradient_watch is not None:
-            for receiver, piece in enumerate(pieces):
-                if piece.numel():
-                    gradient_watch.measure_bucket_before_sum(piece, receiver)
-        begin_sum(whole_bucket, pieces, rank, group).wait()
-        if gradient_watch is not None and owned[rank]:
-            gradient_watch.measure_after_sum([pieces[rank]])
-        own_sums = pieces[rank].split([bucket[number].numel() for number in owned[rank]])
-        for number, own_sum in zip(owned[rank], own_sums, strict=True):
+            for receiver, owner_piece in enumerate(owner_pieces):
+                if owner_piece.numel():
+                    gradient_watch.measure_bucket_before_sum(owner_piece, receiver)
+        begin_sum(whole_bucket, owner_pieces, own_rank, data_group).wait()
+        if gradient_watch is not None and owned_numbers[own_rank]:
+            gradient_watch.measure_after_sum([owner_pieces[own_rank]])
+        own_sums = owner_pieces[own_rank].split(
+            [bucket[number].numel() for number in owned_numbers[own_rank]]
+        )
+        for number, own_sum in zip(owned_numbers[own_rank], own_sums, strict=True):
             o._add_to_grad_partition_buffer(output_bucket[number], own_sum)  # ZeRO 2 keeps the fp32 result
             bucket[number].copy_(own_sum)
             if o.overlap_comm and not get_accelerator().resolves_data_dependency():

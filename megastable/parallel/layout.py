@@ -118,10 +118,10 @@ def cut_into_buckets(sizes: Sequence[int], limit: int) -> list[range]:
 
     From the end, where a backward pass begins. A bucket has at most `limit` elements, or one parameter.
     """
-    buckets, stop, elements = [], len(sizes), 0
+    buckets, bucket_stop, bucket_elements = [], len(sizes), 0
     for number in reversed(range(len(sizes))):
-        if elements and elements + sizes[number] > limit:
-            buckets.append(range(number + 1, stop))
-            stop, elements = number + 1, 0
-        elements += sizes[number]
-    return [*buckets, range(stop)] if stop else buckets
+        if bucket_elements and bucket_elements + sizes[number] > limit:
+            buckets.append(range(number + 1, bucket_stop))
+            bucket_stop, bucket_elements = number + 1, 0
+        bucket_elements += sizes[number]
+    return [*buckets, range(bucket_stop)] if bucket_stop else buckets

@@ -374,8 +374,13 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
-        calls = Counter(n for buckets in cut_gradients(config, data, held, settings) for n in buckets)
-        summed = [Term("gradients", "data", "reduce-scatter", n * FP32, calls[n] * (data > 1)) for n in calls]
+        bucket_calls = Counter(
+            n for group_buckets in cut_gradients(config, data, held, settings) for n in group_buckets
+        )
+        summed = [
+            Term("gradients", "data", "reduce-scatter", n * FP32, bucket_calls[n] * (data > 1))
+            for n in bucket_calls
+        ]
         return [*summed, *weights]
     group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
     # To every rank its part, without the padding.
@@ -390,7 +395,7 @@ def cut_gradients(
 
     In the order of the backward pass: the last bucket of each group is complete when that is over.
     """
-    limit = limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
+    bucket_limit = limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
     # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
     early_tables = int(held.first or (held.last and config.model.tied))
     table_group = int(config.optimizer.name == "muon")
@@ -400,12 +405,13 @@ def cut_gradients(
         ordered_sizes = (
             group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
         )
-        buckets = [
-            sum(ordered_sizes[i] for i in numbers) for numbers in cut_into_buckets(ordered_sizes, limit)
+        group_buckets = [
+            sum(ordered_sizes[i] for i in numbers)
+            for numbers in cut_into_buckets(ordered_sizes, bucket_limit)
         ]
         # DeepSpeed's padding is behind the last parameter.
-        buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
-        cut_groups.append(buckets)
+        group_buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
+        cut_groups.append(group_buckets)
     return cut_groups
 
 
