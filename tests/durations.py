@@ -33,9 +33,12 @@ _STARTS = "a process is started for every moment at which it is hit"
 _PROPERTY = "a property test of what no example can show"
 ALLOWED: dict[str, str] = {
     "tests/parallel/test_pairs.py::test_choices_in_fp32_are_the_plain_rules": _SHARED,
+    "tests/parallel/test_norm_gradients.py::test_one_message_for_all_norms_gives_the_bytes_of_one_each[2]": _SHARED,
+    "tests/parallel/test_gathered_again.py::test_steps_that_gather_again_are_the_same_bytes[2]": _SHARED,
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
     "tests/guard/test_sample_examiner.py::test_ranks_name_the_same_samples[as_fsdp-2]": "two ranks import FSDP2",
     "tests/guard/test_loop_guard.py::test_guard_rewinds_on_several_ranks[as_fsdp-2]": "two ranks import FSDP2",
+    "tests/guard/test_sample_examiner.py::test_ranks_look_without_a_trace[as_fsdp]": "two ranks import FSDP2",
     "tests/forensics/court/test_skip_review.py::test_skip_review_gives_back_what_is_new_and_the_next_start_reads_it": (
         "a run, a review with its branches, and the next start"
     ),

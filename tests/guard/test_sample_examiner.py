@@ -398,7 +398,7 @@ def test_an_alarm_without_trouble_undoes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", [as_ddp, as_fsdp])
-def test_ranks_look_at_an_alarm_without_a_trace(wrap: Callable[[Any], Any]) -> None:
+def test_ranks_look_without_a_trace(wrap: Callable[[Any], Any]) -> None:
     told = run_ranks(2, look_at_false_alarm, wrap)
     assert told[0] == told[1] and told[0][0] and not told[0][1] and told[0][2]
 
