@@ -513,8 +513,11 @@ def test_gradients_are_put_back_and_no_others_are_left() -> None:
     copies.take_copy(0, read_forward_state(model))
     model[1](model[0](torch.ones(1, 3))).sum().backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    memory = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     held = copies.hold_present(1)
     copies.restore_before(1)
+    for gradient in memory:  # as DDP, whose buckets are the gradients
+        gradient.zero_()
     model[2](model[1](model[0](torch.ones(2, 3)))).sum().backward()
     copies.put_back(held)
     after = [parameter.grad for parameter in model.parameters()]
@@ -598,6 +601,26 @@ def test_choose_outlook_takes_what_a_trial_does_not_train_on() -> None:
     chosen, fillers = choose_outlook([], harmless, trained, 1)
     assert chosen.min() >= 300 and fillers.size == 136 and not np.isin(fillers, chosen).any()
     assert choose_outlook([], harmless, trained, 2)[0].min() == 200
+
+
+def test_a_crowd_is_not_lost_among_what_is_read_after_it() -> None:
+    """Two steps of elevated samples, and ordinary ones behind them, which would hide the crowd if all were one."""
+    examiner, lost = SampleExaminer(nn.Linear(2, 2), None), 0
+    coming, harmless = (
+        make_steps(*np.arange(32, 1056).reshape(-1, 16), first=3),
+        make_steps(range(2000, 2256)),
+    )
+    window = make_steps(range(16), range(16, 32))
+    for seed in range(10):
+        losses = np.random.default_rng(seed).gamma(8.0, 0.1, 2256)
+        losses[:32] += 0.5
+        examiner.measure_losses = lambda ids, losses=losses: losses[ids]  # type: ignore[method-assign, misc]
+        known = losses[2000:]
+        if judge_losses(np.arange(32), losses[:32], known).bad:
+            found, region = examiner.examine_window(window, coming, harmless)
+            assert found.bad_positions and set(found.bad_positions) <= set(range(32)) and region == window
+            lost += not judge_losses(np.arange(80), losses[:80], known).bad
+    assert lost >= 5
 
 
 def make_trial(verdict: TrialVerdict, pays: bool = False) -> HarmTrial:
