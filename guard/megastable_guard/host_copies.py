@@ -252,7 +252,6 @@ class HostCopies:
             for name, tensor in self.model.named_parameters():
                 local_part(tensor).copy_(kept_copy.weights[name])
         restore_buffers(self.model, kept_copy.forward)
-        torch.clear_autocast_cache()  # of the weights before, where a loop's autocast spans the step
 
     def _restore_moments(
         self, optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Any]

@@ -458,7 +458,7 @@ class SampleExaminer:
             found_further = share_first(partial(judge_losses, examined_ids, examined_losses, known_losses))
             if (
                 not found_further.bad_positions
-            ):  # a crowd that is lost among so many harmless ones was one all the same
+            ):  # what is lost among so many harmless ones was a crowd all the same
                 break
             found, region = found_further, [*window, *coming[:reach]]
             last_ids = _ids_of(region[-CLEAN:])
@@ -620,6 +620,8 @@ class SampleExaminer:
 
     def _ask_replay(self, ids: Int64s) -> Tensor:
         assert self.replay is not None
+        # Where the loop's own autocast spans the step, it keeps casts of weights that are others now.
+        torch.clear_autocast_cache()
         losses = self.replay(ids.tolist())
         if losses.shape != (ids.size,):
             raise ValueError(
@@ -632,7 +634,6 @@ class SampleExaminer:
     def _in_evaluation(self) -> Iterator[None]:
         """Without dropout; modes, buffers and random states are as before in the end."""
         forward, modes = read_forward_state(self.model), [part.training for part in self.model.modules()]
-        torch.clear_autocast_cache()
         self.model.eval()
         try:
             yield
