@@ -197,9 +197,8 @@ class GuardRecord:
             open_incident.reasons.append(decision.reason)
         if Action.ALERT in open_incident.actions:
             open_incident.kind = "divergent"
-        if (
-            is_new or is_first_alert or not is_applied
-        ):  # so the journal has all of it, whenever the process dies
+        # So the journal has all of it, whenever the process dies.
+        if is_new or is_first_alert or not is_applied:
             self._tell_incident(
                 "opened", step=finding.step, verdict=finding.verdict, onset=finding.onset, action=action,
                 reason=decision.reason,

@@ -63,9 +63,8 @@ class SkippableSampler(Sampler[int]):
         self.length = size if updates is None else updates * self.batch
         self._place, self._starts = Place(), {0: Place()}
         self._skipped: set[int] = set()  # indices
-        self._dropped: set[int] = (
-            set()
-        )  # of the skipped ones, those that came with trouble twice, and are not named
+        # Of the skipped ones, those that came with trouble twice, and are not named.
+        self._dropped: set[int] = set()
         self._left_out: set[int] = set()  # positions of deferred samples
         # Index, after how many samples it is read, and its position.
         self._deferred: list[tuple[int, int, int]] = []

@@ -219,9 +219,8 @@ def scatter_buckets(
         owner_pieces = whole_bucket.split(
             [sum(bucket[number].numel() for number in numbers) for numbers in owned_numbers]
         )
-        gradient_watch = (
-            watching() if dtype is torch.float32 else None
-        )  # else sums round too much to be checked
+        # Sums in another type round too much to be checked.
+        gradient_watch = watching() if dtype is torch.float32 else None
         if gradient_watch is not None:
             for receiver, owner_piece in enumerate(owner_pieces):
                 if owner_piece.numel():

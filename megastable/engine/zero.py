@@ -153,9 +153,8 @@ class Wrapper(ABC):
             if gradient_watch is not None:
                 gradient_watch.begin_step()
 
-    @abstractmethod
-    def _measure_sums(self, watch: LocalGradients) -> None:
-        """Have `watch` see what is summed, before and after."""
+    def _measure_sums(self, watch: LocalGradients) -> None:  # noqa: B027
+        """Have `watch` see what is summed, before and after, where sums do not ask for `local` themselves."""
 
     def average_gradients(self) -> None:  # noqa: B027
         """Divide sums over the data ranks, where DeepSpeed has not done so."""
@@ -246,9 +245,6 @@ class Bf16(_Linked):
         self.sums = GradientSums(o, engine, topology, lambda: self.local)
         patches.sum_in_parts(o, engine, self.sums, self._counted)
 
-    def _measure_sums(self, watch: LocalGradients) -> None:
-        """`GradientSums` has it measured."""
-
     def begin_step(self) -> None:
         super().begin_step()
         self.sums.begin_step()
@@ -291,9 +287,6 @@ class Zero12(_Linked):
         self.sums_apart = o.partition_gradients
         patches.update_at_once(o)
         patches.scatter_buckets(o, topology, lambda: self.local)
-
-    def _measure_sums(self, watch: LocalGradients) -> None:
-        """`scatter_buckets` has it measured."""
 
     @property
     def masters(self) -> list[Tensor]:
