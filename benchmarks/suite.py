@@ -66,6 +66,16 @@ STAGES = (
     # The important peers first: compiled whole, a model of 24 blocks takes a minute to warm up.
     Stage("350m", _train("350m", 6, ["megastable-unwatched", "bare", "transformers", "plain"]), 80),
     Stage("1.3b", _train("1.3b", 4, ["megastable-unwatched", "bare", "transformers"]), 65),
+    # As many kernels as 350m and next to no work in them: what the host needs to launch a step. Where this is less
+    # than a step of 350m, CUDA graphs have nothing to gain (docs/benchmarks.md, "CUDA graphs").
+    Stage(
+        "350m-launches",
+        _train(
+            "350m", 6, ["bare"], "model.hidden=64", "model.ffn=64", "model.heads=1", "model.kv_heads=1",
+            "model.sequence_length=64", "train.micro_batch=1", "train.global_batch=4",
+        ),
+        30,
+    ),
     # FP8 over our own bf16 is the ratio of the row megastable-bf16: ours is in FP8 in these.
     Stage("1.3b-fp8", _train("1.3b", 4, ["megastable-bf16"], "precision.fp8=current"), 50),
     Stage(
