@@ -20,7 +20,7 @@ from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Emulated, Fp8
 from megastable.fp8.emulated import Product, make_meters, make_quantizers
 from megastable.model.gpt import Block
-from megastable.model.sizes import in_fp8
+from megastable.model.sizes import in_fp8, keeps_weight_casts
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import placement_of
 
@@ -41,7 +41,9 @@ def apply_fp8(
         from megastable.fp8 import te  # only here: most machines lack its dependencies
 
         return te.apply_transformer_engine(module, config, group, device)
-    return emulate_fp8(module, config.precision.fp8, in_fp8(config), group, device)
+    return emulate_fp8(
+        module, config.precision.fp8, in_fp8(config), group, device, keeps_weight_casts(config)
+    )
 
 
 def find_linears(module: nn.Module) -> dict[str, Linear]:
@@ -57,11 +59,12 @@ def emulate_fp8(
     names: frozenset[str],
     group: Any = None,
     device: torch.device | None = None,
+    keeps_casts: bool = True,
 ) -> Emulated:
     """Emulate FP8 in the layers `names` that are on this rank. device: None = the module's."""
     here = {name: linear for name, linear in find_linears(module).items() if name in names}
     meters = make_meters(config, list(here), device or next(module.parameters()).device)
-    found = Emulated(list(here), meters, group)
+    found = Emulated(list(here), meters, group, keeps_casts)
     quantizers = make_quantizers(config, len(here), meters)
     for (name, linear), quantize in zip(here.items(), quantizers, strict=True):
         before = linear.product

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -46,7 +46,11 @@ class Fp8:
         self._on = value
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Context for forward and backward of a step, or for an evaluation."""
+        """Context for forward and backward of a step, or for an evaluation.
+
+        No weight changes within. So the first pass of a step casts each, and the other micro-batches use that cast,
+        which no later step does: an update, a rewind or a loaded checkpoint need not tell anybody.
+        """
         return contextlib.nullcontext()
 
     def watch_quantization(self, record: Record | None) -> None:
@@ -86,11 +90,24 @@ class Fp8:
 
 
 class Emulated(Fp8):
-    """Products that emulate FP8."""
+    """Products that emulate FP8. keeps_casts: of weights, within a step: a byte for each."""
 
-    def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
+    def __init__(
+        self, layers: Sequence[str], meters: Meters | None, group: Any, keeps_casts: bool = True
+    ) -> None:
         super().__init__(layers, meters, group)
         self.products: list[Product] = []
+        self._keeps_casts = keeps_casts
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        for product in self.products:
+            product.keeps_cast = self._keeps_casts
+        try:
+            yield
+        finally:
+            for product in self.products:
+                product.keeps_cast, product.cast = False, None
 
     def watch_quantization(self, record: Record | None) -> None:
         for product in self.products:

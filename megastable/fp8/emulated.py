@@ -122,7 +122,8 @@ def make_quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> li
 class Product:
     """x [..., in], w [out, in] -> [..., out], replacing `plain`. on: called every time: whether to compute in FP8.
 
-    observe: called with the slot, the tensor and its quantization, while set. tp: x is this rank's shard [s / tensor,
+    observe: called with the slot, the tensor and its quantization, while set. keeps_cast: whether the first pass that
+    trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x is this rank's shard [s / tensor,
     ..., in], and is gathered in both passes, as by `layers.multiply_shard`.
     """
 
@@ -136,6 +137,8 @@ class Product:
     ) -> None:
         self.name, self.quantize, self._on, self.plain, self.tp = name, quantize, on, plain, tp
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
+        self.keeps_cast = False
+        self.cast: tuple[Quantized, Quantized] | None = None
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if not self._on():
@@ -151,6 +154,15 @@ class Product:
             self.observe(slot, x, both_quantized[0])
         return both_quantized
 
+    def cast_weight(self, w: Tensor, note: bool) -> tuple[Quantized, Quantized]:
+        """The weight quantized, or what was kept of it. What is not noted is not kept: a later pass has to note it."""
+        if self.cast is not None:
+            return self.cast
+        weight_cast = self.quantized(w, WEIGHT, note)
+        if self.keeps_cast and note:
+            self.cast = weight_cast
+        return weight_cast
+
 
 class _Product(torch.autograd.Function):
     @staticmethod
@@ -159,10 +171,10 @@ class _Product(torch.autograd.Function):
         if product.tp is not None:
             x = gather_sequence(own_shard, product.tp)
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
-        quantized_weight, _ = product.quantized(w, WEIGHT, note)
+        quantized_weight, _ = product.cast_weight(w, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
-        # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
-        # ZeRO 3 a copy of what it releases.
+        # Save the weight itself, and take what is kept of it or quantize it again: otherwise every micro-batch of a
+        # pipeline would keep a copy, and ZeRO 3 a copy of what it releases.
         # A shard is quantized again, too: with the scale of the whole, which no step changes.
         saved_input = (
             (quantized_columns.values, quantized_columns.inverse) if product.tp is None else (own_shard,)
@@ -179,7 +191,7 @@ class _Product(torch.autograd.Function):
         rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = multiply_quantized(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
+            dx = multiply_quantized(rows, product.cast_weight(w, False)[1], ctx.dtype).view(ctx.shape)
             if product.tp is not None:
                 dx = scatter_sequence(dx, product.tp)
         if ctx.needs_input_grad[1]:

@@ -13,8 +13,9 @@ Written against the source of version 2.20; this code relies on the following:
   recomputation need no special care: a repeated forward reads the same scales and raises nothing.
 - Its tensor-parallel messages are those of `mappings`, except that gathered activations are sent in FP8. Under sequence
   parallelism it leaves the gradient of a norm's weight to us.
-Features that we do not use: FP8 copies of weights kept over the micro-batches of a step (all its modules would have to
-know the first one, and a byte or two per parameter), gradient accumulation in its products, overlapped messages.
+- Told by a call whether it is a step's first one, a module casts its weight in that and keeps the cast (a byte per
+  element for each layout) for the others; told nothing, it casts in every call and keeps none.
+Features that we do not use: gradient accumulation in its products, overlapped messages.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from megastable.fp8.scale_factors import (
 )
 from megastable.model.block_parts import MLP, RMSNorm, swiglu
 from megastable.model.gpt import Block
-from megastable.model.sizes import find_misfit, fp8_linears
+from megastable.model.sizes import find_misfit, fp8_linears, keeps_weight_casts
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
@@ -301,7 +302,10 @@ def apply_transformer_engine(module: nn.Module, config: RunConfig, group: Any, d
         fitted_modules += fit_block(
             model_block, fp8_linears(config, int(model_block.name.rpartition(".")[2]))
         )
-    return TransformerEngine(fitted_modules, config.precision.fp8, group, device)
+    engine = TransformerEngine(fitted_modules, config.precision.fp8, group, device)
+    if keeps_weight_casts(config):
+        engine.keep_casts()
+    return engine
 
 
 class TransformerEngine(Fp8):
@@ -316,6 +320,7 @@ class TransformerEngine(Fp8):
         self._weights = [fitted_weight for one in fitted for fitted_weight in one.weights]
         self._weight_format, self._room = choose_formats(config)[WEIGHT], 2.0**config.margin
         self._first: Tensor | None = None  # scales without a history
+        self._cast: set[nn.Module] | None = None  # whose weights this step has cast; None: between steps
         if history_meters is not None:
             self._scales = torch.ones_like(history_meters.scales)  # read by the kernels: never 0
             with self._autocast(True):
@@ -338,8 +343,27 @@ class TransformerEngine(Fp8):
             quantizers = [next(layer_quantizers) for _ in fitted.layers]
             self._hooks.append(watch_module(fitted, module_inputs, quantizers, show))
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        return self._autocast(self.on) if self._meters is None else self._metered(self._meters)
+    def keep_casts(self) -> None:
+        """Cast a weight in the first pass of a step alone."""
+        for fitted in self._fitted:
+            fitted.module.register_forward_pre_hook(self._tell_first, with_kwargs=True)
+
+    def _tell_first(self, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+        # What is computed without gradients has no layout for the backward pass, and notes no magnitude.
+        if self._cast is None or not torch.is_grad_enabled():
+            return None
+        is_first = module not in self._cast
+        self._cast.add(module)
+        return args, options | {"is_first_microbatch": is_first}
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        self._cast = set()
+        try:
+            with self._autocast(self.on) if self._meters is None else self._metered(self._meters):
+                yield
+        finally:
+            self._cast = None
 
     @contextlib.contextmanager
     def _metered(self, meters: Meters) -> Iterator[None]:

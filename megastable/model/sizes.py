@@ -133,6 +133,12 @@ def in_fp8(config: RunConfig) -> frozenset[str]:
     return frozenset(f"blocks.{i}.{linear}" for i in blocks for linear in fp8_linears(config, i))
 
 
+def keeps_weight_casts(config: RunConfig) -> bool:
+    """Whether the micro-batches of a step share one cast of each weight to FP8. Not where weights are partitioned, nor
+    where memory is what matters: the casts of all layers would stay beside the recomputed block."""
+    return config.parallel.zero < 3 and config.parallel.recompute != "full"
+
+
 def fp8_linears(config: RunConfig, index: int) -> frozenset[str]:
     """The linear layers of block `index`, of `LINEARS`, that are computed in FP8."""
     fp8_config = config.precision.fp8

@@ -97,14 +97,20 @@ def test_why_not_asks_what_the_gpu_can(
 
 
 class Shown(nn.Module):
-    """Of a module of Transformer Engine: its parameters, and what delayed scaling keeps. Computes nothing."""
+    """Of a module of Transformer Engine: its parameters, what delayed scaling keeps, and what its calls were told.
+    Computes nothing."""
 
     def __init__(self, told: dict[str, Any], **shapes: tuple[int, ...]) -> None:
         super().__init__()
         assert told["device"] == "meta" and told["bias"] is False
         self.told, self.fp8_meta, self.quantizers = told, {}, {}
+        self.first = list[bool | None]()
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=told["params_dtype"])))
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        self.first.append(is_first_microbatch)
+        return x
 
     def init_fp8_metadata(self, num_gemms: int) -> None:
         for key, number in (("scaling_fwd", 3 * num_gemms), ("scaling_bwd", 2 * num_gemms)):
@@ -292,6 +298,35 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
 
 
 # The gradients of norms
+
+
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [({}, [True, False]), ({"zero": 3}, [None, None]), ({"recompute": "full"}, [None, None])],
+)
+def test_modules_are_told_of_the_first_pass_of_each_step(
+    parallel: dict[str, Any], told: list[bool | None], surface: list[Any]
+) -> None:
+    """A weight is cast by it, whatever has changed the weight since the step before; an evaluation keeps nothing."""
+    c = config("current", parallel)
+    block = Block(c.model, TensorParallel(), 0, "none")
+    fp8 = te.apply_transformer_engine(nn.Sequential(block), c, None, torch.device("cpu"))
+    modules = [part for part in block.modules() if isinstance(part, Shown)]
+    x = torch.zeros(1)
+    for _ in range(2):
+        with fp8.computing():
+            with torch.no_grad():
+                modules[0](x)
+            for module in modules * 2:
+                module(x)
+        modules[0](x)
+    assert modules[0].first == [None, *told, None] * 2
+    assert [module.first for module in modules[1:]] == [told * 2] * (len(modules) - 1)
+    with pytest.raises(RuntimeError), fp8.computing():
+        modules[0](x)
+        raise RuntimeError
+    modules[0](x)
+    assert modules[0].first[-2:] == [told[0], None]
 
 
 def sum_rank() -> list[list[float]]:
