@@ -41,21 +41,27 @@ def test_footprints_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_footprints_count_fp8_weights_of_every_micro_batch(recompute: str) -> None:
-    """Two bytes an element, of all blocks of the stage and the four micro-batches on their way; recomputed: of one."""
+@pytest.mark.parametrize("zero", [1, 3])
+def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:
+    """Two bytes an element, of all blocks of the stage, for a whole step; emulated one, in the passes. Where none are
+    kept, those of a micro-batch on its way, or of one recomputed block; emulated none."""
+    parallel = {"pipeline": 1 if zero == 3 else 4, "recompute": recompute, "zero": zero}
 
-    def copies(fp8: Any) -> int:
-        found = planned(parallel={"pipeline": 4, "recompute": recompute}, precision={"fp8": fp8})[0]
+    def copies(fp8: Any, phase: Any = "backward") -> int:
+        found = planned(parallel=parallel, precision={"fp8": fp8})[0]
         fp8_copies = [i for i in found.items if i.name == "FP8 copies of weights"]
-        return sum(i.bytes for i in fp8_copies if "backward" in i.phases)
+        return sum(i.bytes for i in fp8_copies if phase in i.phases)
 
-    config = RunConfig.model_validate({"model": MODEL, "parallel": {"pipeline": 4}})
+    config = RunConfig.model_validate({"model": MODEL, "parallel": parallel})
     first = stage_of(stage_bounds(config), 0)
     matrices, _ = parameter_sizes(config.model, first, 1)
     blocks = sum(matrices[: 4 * first.blocks])
-    assert copies("current") == 2 * (blocks // first.blocks if recompute == "full" else 4 * blocks)
-    assert copies("off") == copies({"backend": "emulated"}) == 0
-    one = 2 * 4 * 1024 * 2816  # mlp.down of one block; 2816 is the default width
+    is_kept = zero < 3 and recompute != "full"
+    assert copies("current") == 2 * (blocks // first.blocks if recompute == "full" else blocks)
+    assert copies("current", "update") == 2 * blocks * is_kept
+    assert copies("off") == copies({"backend": "emulated"}, "update") == 0
+    assert copies({"backend": "emulated"}) == blocks * is_kept
+    one = 2 * 1024 * 2816  # mlp.down of one block; 2816 is the default width
     if recompute == "none":
         assert copies("current") - copies({"keep": ["blocks.0.mlp.down"]}) == one
 

@@ -27,7 +27,8 @@ def config(**parts: Any) -> RunConfig:
         "layers": 16, "hidden": 1024, "heads": 16, "ffn": 2816, "sequence_length": 2048, "vocab_size": 32000,
     }  # fmt: skip
     tree = {
-        "model": model | parts.pop("model", {}), "train": {"global_batch": 64, "micro_batch": 1},
+        "model": model | parts.pop("model", {}),
+        "train": {"global_batch": 64, "micro_batch": 1} | parts.pop("train", {}),
         "precision": parts.pop("precision", {}), "parallel": parts,
     }  # fmt: skip
     return RunConfig.model_validate(tree)
@@ -42,8 +43,8 @@ def free(**changes: Any) -> ClusterConfig:
     """A machine on which only products and attention take time: at 1 PFLOP/s and half of it."""
     none = {"gb_per_second": 1e12, "latency_us": 0}
     efficiency = {
-        "products": 1, "products_fp8": 1, "sustained": 1, "half_size": 0, "attention": 0.5, "memory": 1, "host": 1,
-        "network": 1, "overlap": 1,
+        "products": 1, "products_fp8": 1, "sustained": 1, "half_size": 0, "attention": 0.5, "half_head": 0, "memory": 1,
+        "host": 1, "network": 1, "overlap": 1,
     }  # fmt: skip
     tree = H100.model_dump() | {
         "tflops": {"bf16": 1000, "fp8": 2000}, "memory_tb_per_second": 1e9, "host": none, "network": none,
@@ -65,6 +66,33 @@ def test_step_time_counts_the_models_flops() -> None:
     attention = 14 * m.layers * m.hidden * m.sequence_length / 2
     assert found.parts["attention"] == pytest.approx(tokens * attention / 0.5e15)
     assert found.seconds == pytest.approx(found.parts["products"] + found.parts["attention"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("width", "published"),
+    # Forward: cuDNN, causal, 2,048 tokens, H100: arXiv:2407.08608, figure 5. Backward: see `Efficiency`.
+    [(64, (334, 334)), (128, (484, 365)), (256, None)],
+)
+def test_attention_of_narrow_heads_is_slower(width: int, published: tuple[float, float] | None) -> None:
+    """By as much as was published; wider heads than 128 are no faster."""
+    found = timed(config(model={"heads": 1024 // width}))
+    rate = 64 * 2048 * 14 * 16 * 1024 * 2048 / 2 / found.parts["attention"] / 1e12
+    forward, backward = published or (484, 365)
+    assert rate == pytest.approx(3.5 / (1 / forward + 2.5 / backward), rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_weight_is_cast_once_a_step(zero: int) -> None:
+    """Four micro-batches of one step, or one: under ZeRO 3 each of them casts it."""
+    n = 16 * sum(sizes for sizes in (1024 * 3072, 1024 * 1024, 2 * 1024 * 2816, 1024 * 2816))
+    one, four = (
+        timed(
+            config(zero=zero, precision={"fp8": "current"}, train={"global_batch": batch}),
+            cluster=H100.model_copy(update={"kernel_us": 0.0}),
+        ).parts["casts"]
+        for batch in (1, 4)
+    )
+    assert 4 * one - four == pytest.approx(0 if zero == 3 else 3 * 6 * n / (3.35e12 * 0.85))
 
 
 # Communication

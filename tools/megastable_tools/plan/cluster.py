@@ -18,6 +18,7 @@ from megastable.base.errors import ConfigError
 from megastable.config.recipe import find_recipe, list_shipped_files, read_yaml
 from megastable_guard.section import Section
 
+KNOWN_HEAD = 128  # the width of a head that `Efficiency.attention` is of
 Share = Field(gt=0.0, le=1.0)
 Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # refuses values given in FLOP/s or byte/s
 
@@ -49,9 +50,12 @@ class Efficiency(Section):
     share of that in training, with given shapes, dependent operations and low clocks. The only number that was fitted
     to published runs (published.py), the same for all GPUs. half_size: shortest side, in elements, of a product that
     reaches half: its edges weigh more, and tiles stay empty. At 2,048, a common number of tokens in a micro-batch, it
-    reaches 94 %. An estimate. attention: of the 16-bit peak, of the FLOPs of a causal model, forward and backward:
-    FlashAttention-2 (arXiv:2307.08691, figures 4 to 6) 150 to 190 of 312, FlashAttention-3 (arXiv:2407.08608, figures 5
-    and 6) 350 to 550 of 989, at 2,048 to 8,192 tokens. memory, streams: of the bandwidth, by the elementwise work of
+    reaches 94 %. An estimate. attention: of the 16-bit peak, of the FLOPs of a causal model, forward and backward, of heads
+    of 128: FlashAttention-2 (arXiv:2307.08691, figures 4 to 6) 150 to 190 of 312, FlashAttention-3 (arXiv:2407.08608,
+    figures 5 and 6) 350 to 550 of 989, at 2,048 to 8,192 tokens. half_head: a narrower head has as many exponentials
+    for fewer FLOPs; the width at which they take as long as the products. Of these figures, cuDNN at 2,048 tokens: heads
+    of 64 334 TFLOP/s forward and 334 backward, of 128 484 and 365 (backward by the ratio of a causal forward pass to a
+    whole one, 334 to 395 and 484 to 617, of 395 and 465): 85 % of its speed. memory, streams: of the bandwidth, by the elementwise work of
     blocks, and by gradient sums and the update, which are long vectors: a copy reaches 3.0 of 3.35 TB/s on an H100;
     kernels with reductions reach less. host, network: of the links' rates, by large collectives (nccl-tests): about 360
     of 450 GB/s inside a DGX H100, 40 to 45 of 50 GB/s over 400 Gb/s InfiniBand. overlap: of the communication that
@@ -64,11 +68,17 @@ class Efficiency(Section):
     sustained: float = Share
     half_size: NonNegativeFloat = 128.0
     attention: float = Share
+    half_head: NonNegativeFloat = 27.0
     memory: float = Share
     streams: float = Field(default=0.85, gt=0.0, le=1.0)
     host: float = Share
     network: float = Share
     overlap: float = Share
+
+    def rate_attention(self, head_width: int) -> float:
+        """Share of the peak that attention with heads of this width reaches: of 128, and of wider ones, `attention`."""
+        known_width = min(head_width, KNOWN_HEAD)
+        return self.attention * (1 + self.half_head / KNOWN_HEAD) / (1 + self.half_head / known_width)
 
 
 class ClusterConfig(Section):

@@ -21,7 +21,7 @@ from megastable.base.free_memory import count_taken_bytes
 from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import chunk_size, elements_on, fp8_linears
+from megastable.model.sizes import chunk_size, elements_on, fp8_linears, keeps_weight_casts
 from megastable.optim.ownership import LIMIT
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
@@ -339,17 +339,26 @@ def _activations(
 def _fp8_weights(
     config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
 ) -> Iterable[Item]:
-    """Transformer Engine saves FP8 copies of each weight for the backward pass, again in every micro-batch (2.20,
-    module/linear.py: wt_save), a byte per element for each of two layouts. On Blackwell one layout is enough."""
+    """FP8 copies of weights, by the first micro-batch for all. Transformer Engine's, a byte per element for each of two
+    layouts (on Blackwell one is enough), stay from step to step; the emulation's, of one layout, until the step's
+    passes are over. Where none are kept, Transformer Engine saves copies for the backward pass in every micro-batch
+    (2.20, module/linear.py: wt_save)."""
     fp8, name = config.precision.fp8, "FP8 copies of weights"
-    if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
+    if fp8 is None:
         return
+    is_emulated = fp8.backend == "emulated" or not kernels.gpu
     one = parameter_sizes(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
 
     def copies(begin: int, blocks: int) -> int:
         linears = zip(LINEARS, one, strict=True)
-        return sum(2 * n * fp8_blocks(config, begin, blocks, linear) for linear, n in linears)
+        layouts = 1 if is_emulated else 2
+        return sum(layouts * n * fp8_blocks(config, begin, blocks, linear) for linear, n in linears)
 
+    if keeps_weight_casts(config):
+        yield Item("weights", name, copies(first, held.blocks), PASSES if is_emulated else STEP)
+        return
+    if is_emulated:
+        return
     if config.parallel.recompute == "full":  # those of the recomputed block
         end = first + held.blocks
         # All blocks alike, except those with layers kept out of FP8.

@@ -297,7 +297,9 @@ class _Prediction:
     def _block(self, kind: BlockKind) -> list[tuple[Operation, float]]:
         """The operations of one block of this kind, and the seconds of each; cached for all stages."""
         if kind not in self._blocks:
-            blocks = work.list_block_work(self.config, self.sizes, kind.eight, self.fused, kind.like)
+            blocks = work.list_block_work(
+                self.config, self.sizes, kind.eight, self.fused, kind.like, self.micro_batches
+            )
             block_operations = list(blocks)
             if self.others.scores:
                 block_operations.append(work.count_score_work(self.sizes))
@@ -310,7 +312,7 @@ class _Prediction:
         """Seconds of one operation."""
         e, computing_seconds = self.cluster.efficiency, 0.0
         if o.kind == work.ATTENTION:
-            computing_seconds = o.flops / (self.peak * e.attention)
+            computing_seconds = o.flops / (self.peak * e.rate_attention(self.config.model.head_width))
         elif o.flops:
             best_rate = self.peak * e.products
             if o.kind == work.EIGHT:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import keys_seen
+from megastable.model.sizes import keeps_weight_casts, keys_seen
 from megastable.optim.ownership import ITERATIONS
 from megastable_tools.plan.activations import ShapeSizes
 from megastable_tools.plan.updates import busiest_flops, stage_matrices, update_cost_of
@@ -38,7 +38,7 @@ class Operation:
     """`times` operations of one kind in a micro-batch (or in a step, for the update).
 
     kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
-    operation.
+    operation, a fraction for what is done once a step.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Operation:
     bytes: float
     times: int = 1
     shortest: float = float("inf")
-    kernels: int = 1
+    kernels: float = 1
     when: str = FORWARD
 
 
@@ -58,9 +58,9 @@ PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
 def list_block_work(
-    config: RunConfig, z: ShapeSizes, eight: Set[str], fused: bool, number: int = 0
+    config: RunConfig, z: ShapeSizes, eight: Set[str], fused: bool, number: int = 0, micro_batches: int = 1
 ) -> Iterator[Operation]:
-    """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
+    """Block `number` and one of `micro_batches`: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8_config = config.parallel, config.precision.fp8
     is_full, is_selective = p.recompute == "full", p.recompute == "selective"
     linear_sizes = (
@@ -80,10 +80,15 @@ def list_block_work(
         yield from (replace(product, when=when, times=times) for when, times in step_passes if times)
         if in_eight and fp8_config is not None:
             each = PASSES[fp8_config.recipe]
-            fp8_cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.N * k + k * n), kernels=2)
-            yield fp8_cast
+            is_kept = keeps_weight_casts(config)
+            often = 1 / micro_batches if is_kept else 1
+            fp8_cast = Operation(f"{name}: x", CAST, 0, each * z.N * k)
+            weight_cast = Operation(f"{name}: weight", CAST, 0, each * k * n * often, kernels=often)
+            yield from (fp8_cast, weight_cast)
             if is_recomputed:
                 yield replace(fp8_cast, when=AGAIN)
+                if not is_kept:
+                    yield replace(weight_cast, when=AGAIN)
             yield Operation(f"{name}: gradient", CAST, 0, each * z.N * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
     core_flops, core_bytes = 4 * count_attended(config, z, number), z.e * z.N * (2 * z.q + 2 * z.k)
@@ -118,15 +123,16 @@ def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Oper
     clamp_bytes = 0 if model_config.swiglu_clamp is None else ffn_elements * e
     if fused:
         # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
-        # A norm before the sum: its input is read twice; its gradient passes through memory, too.
+        # A norm before the sum: its input is read twice; its gradient passes through memory, too. QK-norm's mean squares
+        # are kernels of their own, and so are its gradients: 0.39 GB in a block of 350m.yaml, counted in inductor's code.
         forward_passes = [
             ("norms and residuals", (9 + more) * stream * e, 4),
-            ("RoPE", 2 * head_elements * e, 2),
+            ("RoPE", (3.75 if has_norm else 2) * head_elements * e, 4 if has_norm else 2),
             ("SwiGLU", 3 * ffn_elements * e, 1),
         ]
         back = [
             ("norms and residuals", (12 + 3 * more) * stream * e, 5 + more),
-            ("RoPE", (3 if has_norm else 2) * head_elements * e, 3),
+            ("RoPE", (4 if has_norm else 2) * head_elements * e, 5 if has_norm else 3),
             ("SwiGLU", 5 * ffn_elements * e, 2),
         ]
     else:
