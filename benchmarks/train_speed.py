@@ -49,6 +49,7 @@ SETTLING = 2  # steps after the first one, before anything is measured
 PASSES = 3  # over all contestants, when they are apart
 LEAST_SECONDS, MOST_STEPS = 0.3, 16  # minimum duration and maximum steps of one measurement
 LEAST_ROUNDS = 2  # even if the time is over
+STEP_BLOCKS = 4  # of a model that does not fit
 ROOM = 0.8  # usable share of the device's memory
 MEASURED = "a run whose memory counts"
 NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
@@ -56,14 +57,22 @@ NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer 
 Say = Callable[[str], None]
 
 
-def resolve_config(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunConfig, list[str]]:
-    """The config to measure, and notes on its changes. Raises ConfigError for settings that cannot be compared here."""
-    deepspeed_json.build_deepspeed_json(config, 1)
+def resolve_config(
+    config: RunConfig, micro_batches: int = MICRO_BATCHES, room: float = math.inf
+) -> tuple[RunConfig, list[str]]:
+    """The config to measure on one device, and notes on its changes. room: bytes for ours; a larger model gets fewer
+    blocks. Raises ConfigError for settings that cannot be compared here."""
     if config.precision.kind == "fp16":
         raise ConfigError(
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
         )
     notes, config_tree = [], config.model_dump()
+    for axis, alone in {"tensor": 1, "sequence": False, "pipeline": 1, "context": 1}.items():
+        if (wanted := config_tree["parallel"][axis]) != alone:
+            config_tree["parallel"][axis] = alone
+            notes.append(
+                f"parallel.{axis}={str(alone).lower()} in place of {str(wanted).lower()}: one device"
+            )
     for warmup in ("batch_warmup", "sequence_warmup"):
         if config_tree["train"][warmup] is not None:
             config_tree["train"][warmup] = None
@@ -91,7 +100,31 @@ def resolve_config(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tup
     if config.data.keep_documents_apart:
         config_tree["data"]["keep_documents_apart"] = False
         notes.append("data.keep_documents_apart=false: the others do not keep them apart")
+    resolved_config = RunConfig.model_validate(config_tree)
+    deepspeed_json.build_deepspeed_json(resolved_config, 1)
+    block_count, own_blocks = count_blocks(resolved_config, room), resolved_config.model.layers
+    if block_count < own_blocks:
+        config_tree["model"]["layers"] = block_count
+        notes.append(
+            f"model.layers={block_count} in place of {own_blocks}: as many as this device's memory has room for, which "
+            "have the speed of all, but for head and loss, that weigh more"
+        )
     return RunConfig.model_validate(config_tree), notes
+
+
+def count_blocks(config: RunConfig, room: float) -> int:
+    """How many blocks of the model fit into `room` bytes with ours: all, or the largest multiple of `STEP_BLOCKS`, at
+    least one such step, so that cards that are nearly alike measure the same model."""
+    m, width = config.model, 4 if config.precision.kind == "fp32" else 2
+
+    def needs(blocks: int) -> float:
+        cut_model = m.model_copy(update={"layers": blocks})
+        return memory_needed(cut_model, config.train.micro_batch, [OURS], width)
+
+    if needs(m.layers) <= room:
+        return m.layers
+    fitting = [blocks for blocks in range(STEP_BLOCKS, m.layers, STEP_BLOCKS) if needs(blocks) <= room]
+    return max(fitting, default=min(STEP_BLOCKS, m.layers))
 
 
 def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
@@ -144,8 +177,9 @@ def measure_speed(
     none can.
     """
     end = None if seconds is None else time.monotonic() + seconds
-    config, notes = resolve_config(config)
-    task = Task(config, distributed.choose_device(), random_batches(config, distributed.choose_device()))
+    device = distributed.choose_device()
+    config, notes = resolve_config(config, room=ROOM * _memory(device))
+    task = Task(config, device, random_batches(config, device))
     if apart is None:
         needed = memory_needed(config.model, config.train.micro_batch, names, task.dtype.itemsize)
         apart = len(names) > 1 and needed > ROOM * _memory(task.device)

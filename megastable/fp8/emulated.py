@@ -123,8 +123,8 @@ class Product:
     """x [..., in], w [out, in] -> [..., out], replacing `plain`. on: called every time: whether to compute in FP8.
 
     observe: called with the slot, the tensor and its quantization, while set. keeps_cast: whether the first pass that
-    trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x is this rank's shard [s / tensor,
-    ..., in], and is gathered in both passes, as by `layers.multiply_shard`.
+    trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x is this rank's shard
+    [s / tensor, ..., in], and is gathered in both passes, as by `layers.multiply_shard`.
     """
 
     def __init__(

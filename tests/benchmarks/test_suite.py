@@ -14,7 +14,7 @@ from benchmarks import ranks, suite
 from benchmarks.peers import OURS, chosen_peers
 from benchmarks.ranks import ABANDONED, DIED, RankEnd, run_on_ranks
 from benchmarks.suite import STAGES, Stage
-from benchmarks.train_speed import resolve_config
+from benchmarks.train_speed import ROOM, resolve_config
 from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import find_misfit
 from megastable.parallel.layout import Layout
@@ -34,15 +34,34 @@ def test_stages_name_recipes_and_peers_that_exist(stage: Stage) -> None:
     words = list(stage.command)
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     config = recipe.load_recipe(ROOT / words[words.index("--recipe") + 1], overrides)
+    config, _ = resolve_config(config, room=ROOM * 79.1 * 2**30)
     assert deepspeed_json.build_deepspeed_json(config, 1)["train_batch_size"] == config.train.global_batch
     peers = [words[i + 1] for i, word in enumerate(words) if word == "--peers"]
     assert chosen_peers(peers, "cuda")[0] == OURS
     # FP8 is compared with bf16 in the same run, and only there; and the model has the sizes that it takes.
-    (planned,) = memory.list_footprints(resolve_config(config)[0], Layout(1, 1, 1))
+    (planned,) = memory.list_footprints(config, Layout(1, 1, 1))
     assert planned.total < 75e9  # of an H100's 80 GB; the rest is the context's and the allocator's
     pair = {"megastable-bf16", "megastable-fp8-off"} & set(peers)
     assert bool(pair) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
     assert config.precision.fp8 is None or find_misfit(config) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "blocks"),
+    # A small model is left whole.
+    [("7b", 79.1, 12), ("7b", 141.0, 20), ("7b", 240.0, 32), ("7b", 1.0, 4), ("1.3b", 79.1, 24)],
+)
+def test_a_model_that_does_not_fit_is_measured_with_fewer_blocks(name: str, gib: float, blocks: int) -> None:
+    config = recipe.load_recipe(ROOT / f"launch/recipes/{name}.yaml")
+    resolved, notes = resolve_config(config, room=ROOM * gib * 2**30)
+    assert resolved.model.layers == blocks
+    assert (resolved.parallel.tensor, resolved.parallel.sequence) == (1, False)
+    told = [note for note in notes if note.startswith("model.layers=")]
+    assert [note.split(":")[0] for note in told] == (
+        [f"model.layers={blocks} in place of {config.model.layers}"] if blocks < config.model.layers else []
+    )
+    wide = "parallel.tensor=1 in place of 2: one device"
+    assert (wide in notes) == (config.parallel.tensor == 2)
 
 
 def test_suite_runs_every_stage(

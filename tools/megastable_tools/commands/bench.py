@@ -182,13 +182,13 @@ def bench_training(
 ) -> None:
     """Compare our training speed with that of others, on the same model and random tokens: no corpus is needed.
 
-    A step is of at most 4 micro-batches, and compiled where the recipe leaves it open; both are said in the output.
+    On one device: of a model that does not fit, as many blocks as there is memory for. A step is of at most 4
+    micro-batches, and compiled where the recipe leaves it open. All that is said in the output.
     """
-    from megastable.config import deepspeed_json, recipe
+    from megastable.config import recipe
 
     import_from_checkout("benchmarks")
     run_config = recipe.load_recipe(recipe_path, overrides or [])
-    deepspeed_json.build_deepspeed_json(run_config, 1)
     device = _on(device)
     from benchmarks.peers import PEERS, chosen_peers
 

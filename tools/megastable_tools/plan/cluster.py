@@ -47,20 +47,20 @@ class Efficiency(Section):
     products, products_fp8: of large matrix products. The fastest found among many shapes: A100 268 of 312 TFLOP/s, H100
     792 of 989 (S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"); H200 alike. The values for
     FP8 (about 1,400 of 1,979) and for a B200 are less certain. GPUs lower their clocks under such load. sustained: the
-    share of that in training, with given shapes, dependent operations and low clocks. The only number that was fitted
-    to published runs (published.py), the same for all GPUs. half_size: shortest side, in elements, of a product that
-    reaches half: its edges weigh more, and tiles stay empty. At 2,048, a common number of tokens in a micro-batch, it
-    reaches 94 %. An estimate. attention: of the 16-bit peak, of the FLOPs of a causal model, forward and backward, of heads
-    of 128: FlashAttention-2 (arXiv:2307.08691, figures 4 to 6) 150 to 190 of 312, FlashAttention-3 (arXiv:2407.08608,
-    figures 5 and 6) 350 to 550 of 989, at 2,048 to 8,192 tokens. half_head: a narrower head has as many exponentials
-    for fewer FLOPs; the width at which they take as long as the products. Of these figures, cuDNN at 2,048 tokens: heads
-    of 64 334 TFLOP/s forward and 334 backward, of 128 484 and 365 (backward by the ratio of a causal forward pass to a
-    whole one, 334 to 395 and 484 to 617, of 395 and 465): 85 % of its speed. memory, streams: of the bandwidth, by the elementwise work of
-    blocks, and by gradient sums and the update, which are long vectors: a copy reaches 3.0 of 3.35 TB/s on an H100;
-    kernels with reductions reach less. host, network: of the links' rates, by large collectives (nccl-tests): about 360
-    of 450 GB/s inside a DGX H100, 40 to 45 of 50 GB/s over 400 Gb/s InfiniBand. overlap: of the communication that
-    DeepSpeed overlaps with computing where it can (ZeRO 2 and 3). The rest costs time: both need the same memory and
-    multiprocessors. An estimate.
+    share of that in training, with given shapes, dependent operations and low clocks. It was fitted to published runs
+    (published.py), the same for all GPUs. half_size: shortest side, in elements, of a product that reaches half: its
+    edges weigh more, and tiles stay empty. At 2,048, a common number of tokens in a micro-batch, it reaches 94 %. An
+    estimate; of a Hopper GPU fitted to published runs, too. attention: of the 16-bit peak, of the FLOPs of a causal
+    model, forward and backward, of heads of 128: FlashAttention-2 (arXiv:2307.08691, figures 4 to 6) 150 to 190 of 312,
+    FlashAttention-3 (arXiv:2407.08608, figures 5 and 6) 350 to 550 of 989, at 2,048 to 8,192 tokens. half_head: a
+    narrower head has as many exponentials for fewer FLOPs; the width at which they take as long as the products. Of
+    these figures, cuDNN at 2,048 tokens: heads of 64 334 TFLOP/s forward and 334 backward, of 128 484 and 365 (backward
+    by the ratio of a causal forward pass to a whole one, 334 to 395 and 484 to 617, of 395 and 465): 85 % of its speed.
+    memory, streams: of the bandwidth, by the elementwise work of blocks, and by gradient sums and the update, which are
+    long vectors: a copy reaches 3.0 of 3.35 TB/s on an H100; kernels with reductions reach less. host, network: of the
+    links' rates, by large collectives (nccl-tests): about 360 of 450 GB/s inside a DGX H100, 40 to 45 of 50 GB/s over
+    400 Gb/s InfiniBand. overlap: of the communication that DeepSpeed overlaps with computing where it can (ZeRO 2 and
+    3). The rest costs time: both need the same memory and multiprocessors. An estimate.
     """
 
     products: float = Share

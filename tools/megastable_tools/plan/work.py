@@ -123,8 +123,8 @@ def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Oper
     clamp_bytes = 0 if model_config.swiglu_clamp is None else ffn_elements * e
     if fused:
         # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
-        # A norm before the sum: its input is read twice; its gradient passes through memory, too. QK-norm's mean squares
-        # are kernels of their own, and so are its gradients: 0.39 GB in a block of 350m.yaml, counted in inductor's code.
+        # A norm before the sum: its input is read twice; its gradient passes through memory, too. With QK-norm there
+        # are kernels for mean squares and for weights: 0.39 GB in a block of 350m.yaml, by reading inductor's code.
         forward_passes = [
             ("norms and residuals", (9 + more) * stream * e, 4),
             ("RoPE", (3.75 if has_norm else 2) * head_elements * e, 4 if has_norm else 2),
