@@ -17,11 +17,6 @@ GIB = 2**30
 SHARE = 1 / 4  # of free memory: data loading, checkpoints and the file cache need some as well
 
 
-def count_taken_bytes(size: int, pinned: bool) -> int:
-    """Bytes taken by a tensor of `size` bytes: torch rounds pinned memory up to a power of two."""
-    return 1 << (size - 1).bit_length() if pinned and size else size
-
-
 @dataclass(frozen=True)
 class Demand:
     """One rank's host, the bytes that a snapshot takes, and the bytes that this process may still allocate there."""
@@ -31,12 +26,11 @@ class Demand:
     free: int
 
 
-def measure_demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
+def measure_demand(state: Iterable[Tensor], later: Iterable[int]) -> Demand:
     """This rank's demand. state: what a snapshot copies now; later: bytes of the tensors that there are after the first
     update."""
-    bytes_now = sum(count_taken_bytes(t.numel() * t.element_size(), pinned) for t in state)
-    bytes_after = sum(count_taken_bytes(tensor_bytes, pinned) for tensor_bytes in later)
-    return Demand(socket.gethostname(), max(bytes_now, bytes_after), free_bytes())
+    bytes_now = sum(t.numel() * t.element_size() for t in state)
+    return Demand(socket.gethostname(), max(bytes_now, sum(later)), free_bytes())
 
 
 def free_bytes() -> int:

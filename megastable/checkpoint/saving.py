@@ -359,9 +359,8 @@ class Saver:
 
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
-        is_pinned = torch.cuda.is_initialized()
         state_bytes = self._engine.flat_state().count_bytes()
-        demands = gather_objects(free_memory.measure_demand(source.values(), state_bytes, is_pinned))
+        demands = gather_objects(free_memory.measure_demand(source.values(), state_bytes))
         for host in dict.fromkeys(demand.host for demand in demands):
             host_demands = [demand for demand in demands if demand.host == host]
             needed = sum(host_demand.snapshot for host_demand in host_demands)

@@ -5,6 +5,7 @@ Only copies tensors; `thin_snapshots` (megastable_guard/step_judge.py) decides w
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,25 +20,33 @@ if TYPE_CHECKING:  # it would load DeepSpeed
     from megastable.engine.engine import Engine
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. marks: of what was copied, made
-    where it was copied from. counters: of the engine. extra: kept along for the caller (where the run
-    stands, random states, the detector)."""
+    """The state after `step` steps. copied: fp32 masters and Adam's state, on their way to the CPU or there. marks: of
+    what was copied, made where it was copied from. counters: of the engine. extra: kept along for the caller (where the
+    run stands, random states, the detector)."""
 
     step: int
-    tensors: dict[str, Tensor]
+    copied: CopiedTensors
     marks: Marks
     counters: dict[str, Any]
     extra: Any
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What was copied: waits until all of it is there, from any thread. Raises the error of a failed copy."""
+        self.copied.wait_until_complete()
+        return self.copied.tensors
+
 
 class Loan:
-    """A point that another thread reads: it waits for `copied`, reads while `recalled` is not set, and sets `returned`
-    in any case."""
+    """A point that another thread reads: while `recalled` is not set, and it sets `returned` in any case."""
 
-    def __init__(self, snapshot: Snapshot, copied: CopiedTensors) -> None:
-        self.snapshot, self.copied = snapshot, copied
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
         self.recalled, self.returned = threading.Event(), threading.Event()
 
 
@@ -49,7 +58,6 @@ class Ring:
         self._kept: list[Snapshot] = []
         self._spare: list[dict[str, Tensor]] = []
         self._host = HostCopy(engine.hold_updates)
-        self._newest: CopiedTensors | None = None
         self._loan: Loan | None = None
 
     @property
@@ -79,18 +87,20 @@ class Ring:
         self._drop([snapshot for snapshot in self._kept if snapshot.step not in keep])
         source = self._engine.optimizer_state()
         copied = self._host.copy_tensors(source, self._spare_memory())
-        self._newest = copied
         marks = marks_of(source) if marks is None else marks
-        self._kept.append(
-            Snapshot(step, copied.tensors, marks, counters or self._engine.read_counters(), extra)
-        )
+        self._kept.append(Snapshot(step, copied, marks, counters or self._engine.read_counters(), extra))
+        # The next point needs memory of its own, which a thread can prepare meanwhile.
+        if len(self._kept) + len(self._spare) < self.capacity and (
+            reserved := self._host.reserve_like(copied.tensors)
+        ):
+            self._spare.append(reserved)
 
     def lend_newest(self, step: int) -> Loan | None:
         """The newest point, for another thread to read, if it is of `step`. One loan at a time."""
         self.recall_loan()
-        if not self._kept or self._kept[-1].step != step or self._newest is None:
+        if not self._kept or self._kept[-1].step != step:
             return None
-        self._loan = Loan(self._kept[-1], self._newest)
+        self._loan = Loan(self._kept[-1])
         return self._loan
 
     def recall_loan(self) -> None:
@@ -103,7 +113,7 @@ class Ring:
     def _spare_memory(self) -> dict[str, Tensor]:
         """That of a point that is gone, and not lent if there is another."""
         loan = self._loan
-        lent = loan.snapshot.tensors if loan is not None and not loan.returned.is_set() else None
+        lent = loan.snapshot.copied.tensors if loan is not None and not loan.returned.is_set() else None
         free = [i for i, tensors in enumerate(self._spare) if tensors is not lent]
         if free:
             return self._spare.pop(free[0])
@@ -122,17 +132,20 @@ class Ring:
         nothing. Takes the memory of one more point while it is kept (snapshot_budget.py plans for it)."""
         source = self._engine.optimizer_state()
         copied = self._host.copy_tensors(source, {})
-        return Snapshot(step, copied.tensors, marks_of(source), self._engine.read_counters(), None)
+        return Snapshot(step, copied, marks_of(source), self._engine.read_counters(), None)
 
     def is_intact(self, snapshot: Snapshot) -> bool:
-        """Whether this rank's memory still holds what was copied into it."""
-        self._host.synchronize()
-        return not compare_marks(snapshot.marks, marks_of(snapshot.tensors, snapshot.marks))
+        """Whether this rank's memory holds what was to be copied into it: not after a copy that failed half-way."""
+        try:
+            held_tensors = snapshot.tensors
+        except Exception:
+            log.exception("the snapshot of step %s was not copied", snapshot.step)
+            return False
+        return not compare_marks(snapshot.marks, marks_of(held_tensors, snapshot.marks))
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
         """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run
         resumes from there."""
-        self._host.synchronize()
         self._engine.restore_optimizer_state(snapshot.tensors)
         self._engine.restore_counters(snapshot.counters)
 
@@ -143,4 +156,5 @@ class Ring:
     def _drop(self, snapshots: list[Snapshot]) -> None:
         for snapshot in snapshots:
             self._kept.remove(snapshot)
-            self._spare.append(snapshot.tensors)
+            # A copy on its way into it ends before the next one begins: one thread makes them all.
+            self._spare.append(snapshot.copied.tensors)

@@ -194,8 +194,10 @@ class Points:
         if older is None or older.step >= snapshot.step:
             return snapshot
         # The state it was copied from led to a proven one, but its memory may have failed since.
+        if self._changed(older):
+            return snapshot
         is_whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
-        if not all(gather_objects(is_whole)) or self._changed(older):
+        if not all(gather_objects(is_whole)):
             return snapshot
         self.restore_snapshot(older)
         where = f"before step {snapshot.step}: further back, to step {older.step}"
@@ -234,9 +236,9 @@ class Points:
 
 def budget_snapshots(parts: RunParts) -> SnapshotBudget:
     """The number of points for which every rank has room, printed with its calculation. Collective."""
-    engine, is_pinned = parts.engine, torch.cuda.is_initialized()
+    engine = parts.engine
     state_tensors, state_bytes = engine.optimizer_state().values(), engine.flat_state().count_bytes()
-    every_demand = gather_objects(free_memory.measure_demand(state_tensors, state_bytes, is_pinned))
+    every_demand = gather_objects(free_memory.measure_demand(state_tensors, state_bytes))
     found = run_on_all(lambda: snapshot_budget.plan_snapshots(every_demand, parts.config.stability.snapshots))
     if found.points:
         parts.log.say_line(found.text)

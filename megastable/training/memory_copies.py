@@ -241,7 +241,6 @@ class MemoryCopies:
         # The folder of this point may be another rank's already, and still empty.
         memory_folder.drop_part(rank, lambda key: key in (self.complete, job.key))
         point_folder = memory_folder.begin_point(job.key)
-        snapshot_loan.copied.wait_until_complete()
         snapshot = snapshot_loan.snapshot
         file_records, _ = write_rank(
             point_folder, self._engine.topology, job.flat, snapshot.tensors, snapshot.extra.random, skip_statistics,

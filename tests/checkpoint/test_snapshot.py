@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +20,18 @@ from megastable.base.errors import ConfigError
 from megastable.base.free_memory import (
     GIB,
     Demand,
-    count_taken_bytes,
     group_limits,
     measure_demand,
 )
 from megastable.checkpoint.snapshot import Ring
 from megastable.checkpoint.snapshot_budget import plan_snapshots
 from megastable.config.stability import SnapshotConfig
+from megastable.engine import hostcopy
+from megastable.engine.hostcopy import HostCopy, receive_slices
 from megastable_guard.step_judge import thin_snapshots
+from tests.distributed import run_ranks
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
+from tests.parallel import test_layouts as layouts
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))
@@ -156,6 +163,201 @@ def test_a_lent_point_is_not_overwritten(capacity: int) -> None:
     assert not wrong and recalled == [True]
 
 
+# A copy that goes on behind the steps
+
+
+class Gate(ThreadPoolExecutor):
+    """A thread whose work begins when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.opened = threading.Event()
+
+    def submit(self, call: Any, *args: Any, **options: Any) -> Any:
+        def wait_and_call() -> None:
+            assert self.opened.wait(20)
+            call()
+
+        return super().submit(wait_and_call)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 17, 40])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_slices_arrive_whole_though_each_is_sent_as_late_as_can_be(size: int, buffers: int) -> None:
+    """No buffer is filled again before it has been emptied, nor emptied before it is full."""
+    source, target = torch.arange(size, dtype=torch.uint8), torch.full((size,), 255, dtype=torch.uint8)
+    sending = list[Tensor]()
+
+    def send(part: Tensor, original: Tensor) -> Any:
+        assert all(part.data_ptr() != other.data_ptr() for other in sending)
+        sending.append(part)
+
+        def wait_until_sent() -> None:
+            part.copy_(original)
+            sending.remove(next(other for other in sending if other is part))
+
+        return wait_until_sent
+
+    memory = [torch.empty(4, dtype=torch.uint8) for _ in range(buffers)]
+    receive_slices(zip(target.split(4), source.split(4), strict=True), memory, send)
+    assert torch.equal(target, source) and not sending
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(3.0), torch.randn(7, 3), torch.empty(0), torch.randn(9).bfloat16()]
+)
+def test_slices_are_all_bytes_of_a_tensor(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostcopy, "SLICE", 8)
+    slices = hostcopy.slice_bytes(tensor)
+    assert all(len(part) <= 8 for part in slices)
+    copy = torch.empty_like(tensor)
+    for mine, other in zip(hostcopy.slice_bytes(copy), slices, strict=True):
+        mine.copy_(other)
+    assert torch.equal(copy, tensor)
+
+
+def test_half_a_snapshot_is_no_point_to_go_back_to() -> None:
+    """Whoever asks for it while it is being copied gets all of it; the update waits, and a copy that failed is none."""
+    engine, gate, held = Counter(), Gate(), list[Any]()
+    engine.hold_updates = held.append  # type: ignore[method-assign]
+    ring = Ring(engine, capacity=3, interval=1)
+    engine.advance()
+    ring.take_snapshot(1, None)
+    engine.advance()
+    ring._host = HostCopy(engine.hold_updates, gate)
+    ring.take_snapshot(2, None)
+    wanted = {name: t.clone() for name, t in engine.tensors.items()}
+    snapshot = ring.find_before(3)
+    assert snapshot is not None and snapshot.step == 2 and len(held) == 1
+    asked = ThreadPoolExecutor(3)
+    answers = [asked.submit(ring.is_intact, snapshot), asked.submit(ring.restore_snapshot, snapshot)]
+    update = asked.submit(held[0].synchronize)
+    time.sleep(0.05)
+    assert not any(answer.done() for answer in (*answers, update))
+    gate.opened.set()
+    assert answers[0].result(20) and answers[1].result(20) is None and update.result(20) is None
+    assert engine.tensors.keys() == wanted.keys() and engine.steps == 2
+    assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
+    # The next one breaks off behind its first tensor.
+    engine.tensors = {"0/weight": engine.tensors["0/weight"], "0/exp_avg": torch.zeros(5)}
+    engine.tensors["0/exp_avg"].resize_(0)
+    ring.take_snapshot(3, None, marks=snapshot.marks)
+    broken = ring.find_before(4)
+    assert broken is not None and broken.step == 3
+    engine.tensors["0/exp_avg"].resize_(5)
+    assert not ring.is_intact(broken)
+    first = ring.find_before(2)
+    assert first is not None and ring.is_intact(first) and ring.is_intact(snapshot)
+
+
+class Stream:
+    """In place of a GPU's: what it was told."""
+
+    def __init__(self) -> None:
+        self.told = list[str]()
+
+    def wait_stream(self, other: Any) -> None:
+        self.told.append("waits for the update")
+
+    def record_event(self) -> Any:
+        self.told.append("sends")
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def test_a_gpu_sends_slices_after_what_its_usual_stream_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, on tensors of this machine: bf16 moments and counts of steps, more than fit into a slice."""
+    stream, empty, held = Stream(), torch.empty, list[Any]()
+
+    def empty_unpinned(*size: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        assert not pin_memory or size == (hostcopy.SLICE,), "only the buffers are pinned"
+        return empty(*size, **options)
+
+    monkeypatch.setattr(hostcopy, "SLICE", 16)
+    monkeypatch.setattr(torch, "empty", empty_unpinned)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    source = {"weight": torch.randn(9), "exp_avg": torch.randn(9).bfloat16(), "step": torch.tensor(7.0)}
+    copied = HostCopy(held.append).copy_tensors(source, {})
+    copied.wait_until_complete()
+    assert len(held) == 1 and stream.told == ["waits for the update", *["sends"] * (3 + 2 + 1)]
+    assert are_same(copied.tensors, source)
+
+
+def test_a_thread_prepares_the_memory_of_the_next_point_and_of_no_more() -> None:
+    engine = Counter()
+    engine.advance()
+    ring, gate = Ring(engine, capacity=3, interval=1), Gate()
+    gate.opened.set()
+    ring._host = HostCopy(engine.hold_updates, gate)
+    for step, spare in ((1, 1), (2, 1), (3, 0), (4, 0)):
+        before = {t.data_ptr() for tensors in ring._spare for t in tensors.values()}
+        ring.take_snapshot(step, None)
+        assert len(ring._kept) == min(step, 3) and len(ring._spare) == spare
+        taken = {t.data_ptr() for t in ring._kept[-1].tensors.values()}
+        assert taken == before if step in (2, 3) else taken.isdisjoint(before)
+        assert ring.is_intact(ring._kept[-1])
+        engine.advance()
+
+
+def train_behind_a_copy(c: Any) -> list[bool]:
+    """A refused update, an applied one, and a rewind, while a snapshot is being copied."""
+    engine, found = build_engine(c), list[bool]()
+    steps = [take_batch(engine, one) for one in layouts.batches()]
+    engine.train_step(steps[0], 1e-2, lambda _: True)
+    ring, gate = Ring(engine, capacity=3, interval=1), Gate()
+    ring._host = HostCopy(engine.hold_updates, gate)
+    then = copy_state(engine)
+    ring.take_snapshot(1, None)
+    # The gate opens only while an update, or its refusal, waits for the copy.
+    waiting = engine._wait_for_copies
+
+    def open_and_wait() -> None:
+        gate.opened.set()
+        waiting()
+
+    engine._wait_for_copies = open_and_wait
+    engine.train_step(steps[1], 1e-2, lambda _: False)
+    found.append(are_same(then, copy_state(engine)))
+    gate.opened.clear()
+    ring.take_snapshot(2, None)
+    second = copy_state(engine)
+    engine.train_step(steps[1], 1e-2, lambda _: True)
+    found.append(not are_same(second, copy_state(engine)))
+    ahead = engine.train_step(steps[2], 1e-2, lambda _: True)[0].loss
+    snapshot = ring.find_before(3)
+    assert snapshot is not None and ring.is_intact(snapshot)
+    ring.restore_snapshot(snapshot)
+    engine.refresh_weights()
+    found.append(are_same(second, copy_state(engine)))
+    engine.train_step(steps[1], 1e-2, lambda _: True)
+    # Rewound right behind the beginning of a copy.
+    gate.opened.clear()
+    ring.take_snapshot(3, None)
+    third = copy_state(engine)
+    ring.restore_snapshot(snapshot)
+    engine.refresh_weights()
+    found.append(are_same(second, copy_state(engine)))
+    newest = ring.find_before(4)
+    assert newest is not None and ring.is_intact(newest)
+    ring.restore_snapshot(newest)
+    engine.refresh_weights()
+    found += [
+        are_same(third, copy_state(engine)),
+        engine.train_step(steps[2], 1e-2, lambda _: True)[0].loss == ahead,
+    ]
+    return found
+
+
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_copy_behind_the_steps_brings_back_every_bit(zero: int) -> None:
+    c = layouts.config(precision="bf16", zero=zero)
+    for found in run_ranks(2 if zero == 3 else 1, train_behind_a_copy, c):
+        assert found == [True] * 6
+
+
 DEMANDS = st.lists(
     st.builds(
         Demand, st.sampled_from(["a", "b"]), snapshot=st.integers(1, 8 * GIB), free=st.integers(0, 99 * GIB)
@@ -186,21 +388,13 @@ def test_the_limits_of_all_groups_above_count(tmp_path: Path) -> None:
 # What a snapshot takes
 
 
-@given(st.integers(0, 2**45))
-def test_pinned_memory_is_rounded_up_to_a_power_of_two(size: int) -> None:
-    held = count_taken_bytes(size, pinned=True)
-    assert count_taken_bytes(size, pinned=False) == size
-    assert (held & (held - 1)) == 0 and (size <= held < 2 * size or held == size == 0)
-
-
 def test_the_moments_that_are_not_there_yet_count() -> None:
     masters = [torch.zeros(300), torch.zeros(5)]
     state = {"0/weight": masters[0], "1/weight": masters[1]}
     later = [4 * m.numel() for m in masters for _ in range(3)]
-    assert measure_demand(state.values(), later, pinned=False).snapshot == 3 * 4 * 305
-    assert measure_demand(state.values(), later, pinned=True).snapshot == 3 * (2048 + 32)
+    assert measure_demand(state.values(), later).snapshot == 3 * 4 * 305
     state |= {f"{i}/{key}": torch.zeros_like(m) for i, m in enumerate(masters) for key in ("m", "v", "more")}
-    assert measure_demand(state.values(), later, pinned=False).snapshot == 4 * 4 * 305
+    assert measure_demand(state.values(), later).snapshot == 4 * 4 * 305
 
 
 # How many

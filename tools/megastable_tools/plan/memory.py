@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from megastable.base.free_memory import count_taken_bytes
 from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig
@@ -169,7 +168,7 @@ def list_footprints(
         if held.last:
             memory_items += _logits(config, kernels, elements or elements_on(device), device)
         found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
-        footprints.append(Footprint(stage, found_items, _host(config, held, groups, layout, device)))
+        footprints.append(Footprint(stage, found_items, _host(config, held, groups, layout)))
     return footprints
 
 
@@ -497,9 +496,9 @@ def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[
     yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square_elements) * e, ("update",))
 
 
-def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
+def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Host:
     sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
-    state = sum(count_taken_bytes(state_size, device == "cuda") for state_size in sizes)
+    state = sum(sizes)
     kept = config.stability.snapshots
     copy_bytes = state if config.checkpoint.asynchronous else 0
     # DeepSpeed flattens the weights in host memory: under ZeRO 3 this rank's partition; under ZeRO 1 and 2 old and new
