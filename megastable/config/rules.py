@@ -31,12 +31,17 @@ def find_impossible(
             f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
             "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
         )
-    if p.context > 1 and m.heads % (p.tensor * p.context):
+    if p.context > 1 and not p.is_ring and m.heads % (p.tensor * p.context):
         yield (
             f"parallel.context={p.context} x parallel.tensor={p.tensor} does not divide model.heads={m.heads}: "
-            "attention shares the heads out over both; change one of them"
+            "attention shares the heads out over both; change one of them, or set parallel.context_by=ring"
         )
-    if m.sequence_length % p.context:
+    if p.is_ring and m.sequence_length % (2 * p.context):
+        yield (
+            f"parallel.context_by=ring: twice parallel.context={p.context} does not divide "
+            f"model.sequence_length={m.sequence_length}: a rank has two chunks of every sample; change one of them"
+        )
+    elif m.sequence_length % p.context:
         yield (
             f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
             "them"

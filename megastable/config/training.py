@@ -87,7 +87,7 @@ class ParallelConfig(Section):
     """The model's layout over ranks; data parallelism takes the rest of them.
 
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
-    if `context` is above 1; `context` divides `model.sequence_length`; `pipeline` is at most `model.layers`, and above
+    if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline` is at most `model.layers`, and above
     1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides `model.sequence_length` / `context`.
     """
 
@@ -96,7 +96,10 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Pipeline stages (arXiv:1806.03377). [ranks]"""
     context: PositiveInt = 1
-    """Data-parallel ranks that share every sample, each a part of its tokens (arXiv:2309.14509). [ranks]"""
+    """Data-parallel ranks that share every sample, each a part of its tokens. [ranks]"""
+    context_by: Literal["ulysses", "ring"] = "ulysses"
+    """How attention sees the tokens of the other `context` ranks: by exchanging tokens for heads, and back
+    (`ulysses`, arXiv:2309.14509), or by sending keys and values round (`ring`, arXiv:2310.01889)."""
     sequence: bool = False
     """Sequence parallelism over the tensor group (arXiv:2205.05198)."""
     keep_gathered: bool = False
@@ -108,6 +111,11 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values go round the ranks that share a sample."""
+        return self.context > 1 and self.context_by == "ring"
 
     @property
     def gathers_again(self) -> bool:

@@ -67,13 +67,12 @@ class Step:
 @dataclass(frozen=True)
 class RankPart:
     """What a rank reads of every global batch: of every `data_size` micro-batches of `micro_batch` samples that of
-    `data_rank`, and of each sample the tokens of `context_rank` in its context group of `context_size`."""
+    `data_rank`, and of each sample the `tokens` at these places, ascending; None: all."""
 
     micro_batch: int
     data_rank: int = 0
     data_size: int = 1
-    context_rank: int = 0
-    context_size: int = 1
+    tokens: tuple[range, ...] | None = None
 
     @property
     def unit(self) -> int:
@@ -112,12 +111,10 @@ class Loader:
         if not 0 <= part.data_rank < part.data_size:
             raise ConfigError(f"data-parallel rank {part.data_rank} of {part.data_size}")
         sequence_length = source.order.sequence_length
-        if not 0 <= part.context_rank < part.context_size or sequence_length % part.context_size:
-            raise ConfigError(
-                f"part {part.context_rank} of {part.context_size} of sequences of {sequence_length} tokens"
-            )
-        own_tokens = sequence_length // part.context_size
-        self._own_tokens = slice(part.context_rank * own_tokens, (part.context_rank + 1) * own_tokens)
+        own_tokens = (range(sequence_length),) if part.tokens is None else part.tokens
+        self._own_tokens = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in own_tokens])
+        if not set(self._own_tokens) <= set(range(sequence_length)):
+            raise ConfigError(f"tokens {own_tokens} of sequences of {sequence_length} tokens")
         self.source, self.skips, self.cursor = source, skips, cursor
         self.batches, self.pieces = batch_stages, pieces or Stages.of_constant(sequence_length)
         self.part, self.pin_memory = part, pin_memory

@@ -66,7 +66,7 @@ class Engine:
         self.tp = TensorParallel(
             topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence, p.gathers_again
         )
-        self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank)
+        self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank, p.is_ring)
         m = config.model
         assert m.vocab_size is not None
         self.kernels = choose_kernels(config, self.device)
@@ -99,7 +99,8 @@ class Engine:
             self.zero.watch_hardware(config.stability.hardware)
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
-        self.qk_clip = LogitClipping(module, m, topology, config.optimizer.qk_clip, self.device)
+        clip_threshold = config.optimizer.qk_clip
+        self.qk_clip = LogitClipping(module, m, topology, clip_threshold, self.device, p.is_ring)
         self.adjustments = Adjustments(
             config, self.optimizer, self.loss, self.qk_clip, module, self.kernels.fp8
         )

@@ -168,8 +168,8 @@ class Probe(BlockHooks):
         assert isinstance(block, Block)
         (stream,) = args
         _, segments, _ = open_stream(stream)
-        queries, keys = block.queries_and_keys(stream)
-        for entropy, highest, _ in attention_chunks(queries, keys, segments, block.attention.scores):
+        queries, keys, at = block.queries_and_keys(stream)
+        for entropy, highest, _ in attention_chunks(queries, keys, segments, block.attention.scores, at=at):
             total = entropy.sum(dtype=torch.float64)
             self.tally.add_cell(block.name, "attention", total, entropy.numel(), highest.amax())
 
@@ -268,7 +268,7 @@ def attention_chunks(
     time; and the entropy of uniform attention to the keys that they see, broadcastable to that shape.
 
     q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. at: ascending
-    positions of the queries to examine, of which q [b, q, n, d] consists then; None: all. At most `most` scores, but at
+    positions of the n queries in q [b, q, n, d]; None: all. At most `most` scores, but at
     least those of one query of each head, are in memory at a time; those of keys after a chunk are not computed.
     """
     b, heads, n, _ = q.shape

@@ -32,7 +32,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
     attention_core: str = wanted_kernels.attention
     is_compiled = wanted_kernels.compile
     dtype, on_gpu = DTYPES[config.precision.kind], device.type == "cuda"
-    best_core = "blocked" if is_supported(device, dtype) else "sdpa"
+    best_core = "blocked" if is_supported(device, dtype) and not config.parallel.is_ring else "sdpa"
     if _no_attention(best_core, config, device, dtype):
         best_core = "reference"
     if attention_core == "auto":
@@ -53,6 +53,10 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why this core cannot be used."""
+    if config.parallel.is_ring:
+        # Where torch's kernels do not do, ring attention writes the scores out in parts.
+        is_known = attention in ("sdpa", "reference")
+        return None if is_known else "it has no log-sum-exps, which parallel.context_by=ring needs"
     if attention == "blocked" and not is_supported(device, dtype):
         return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
     if config.model.attention_softcap is not None and not caps_logits(attention, device.type):

@@ -85,10 +85,12 @@ class TrendProbe(BlockHooks):
         (stream,) = args
         x, segments, _ = open_stream(stream)
         one, apart = x[:, :1], None if segments is None else segments[:1]
-        queries, keys = block.queries_and_keys(one if apart is None else (one, apart))
-        at = space_evenly(queries.shape[2], QUERIES)
-        if len(at) < queries.shape[2]:
-            queries = queries[:, :, torch.tensor(at, device=queries.device)]
+        queries, keys, positions = block.queries_and_keys(one if apart is None else (one, apart))
+        examined = set(space_evenly(keys.shape[2], QUERIES))  # of all ranks that share the sample
+        at = [position for position in positions if position in examined]
+        if len(at) < len(positions):
+            chosen = [number for number, position in enumerate(positions) if position in examined]
+            queries = queries[:, :, torch.tensor(chosen, device=queries.device)]
         chunks = attention_chunks(queries, keys, apart, block.attention.scores, at=at)
         parts = [
             (entropy.sum(dtype=torch.float64), (uniform - entropy).sum(dtype=torch.float64), highest.amax())

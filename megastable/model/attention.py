@@ -22,6 +22,7 @@ from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.model.block_parts import RMSNorm, SplitRMSNorm
 from megastable.model.cores import CORES, Core
 from megastable.model.kernels import FULL, AttentionScores, Kernels
+from megastable.model.ring import ring_attention
 from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import to_heads, to_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
@@ -86,6 +87,22 @@ def yarn_magnitude(scaling: RopeScalingConfig | None) -> float:
     return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
+Ranges = tuple[range, ...]
+
+
+def select_rows(x: Tensor, own: Ranges) -> Tensor:
+    """Rows of x [s, ...] with these numbers."""
+    row_parts = [x[rows.start : rows.stop] for rows in own]
+    return row_parts[0] if len(row_parts) == 1 else torch.cat(row_parts)
+
+
+@lru_cache(maxsize=8)
+def own_rope_table(length: int, own: Ranges, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows of `rope_table` of these tokens."""
+    cos, sin = rope_table(length, rope, device)
+    return select_rows(cos, own), select_rows(sin, own)
+
+
 @lru_cache(maxsize=8)
 def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [length, width / 2], times YaRN's factor.
@@ -135,10 +152,11 @@ class Latest(Generic[T]):
 
 
 @Latest
-def _rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [s, b, 1, width / 2]; positions restart at every document of segments [b, s]."""
+def _rotation(segments: Tensor, rope: Rope, own: Ranges) -> tuple[Tensor, Tensor]:
+    """cos and sin of the tokens `own`, each fp32 [own, b, 1, width / 2]; positions restart at every document of
+    segments [b, s]."""
     cos, sin = rope_table(segments.shape[1], rope, segments.device)
-    document_position = document_positions(segments).t()
+    document_position = select_rows(document_positions(segments).t(), own)
     return cos[document_position][:, :, None], sin[document_position][:, :, None]
 
 
@@ -209,7 +227,7 @@ def _(
 class Places(NamedTuple):
     """Positions and documents of the tokens of a micro-batch; the same for all layers.
 
-    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s] where attention is restricted to documents;
+    cos, sin: fp32, broadcastable to [s, b, 1, d / 2], s the tokens that this rank rotates. segments [b, s] where attention is restricted to documents;
     documents: what the core prepared. keys: of dropout in both halves of the block, int64 [2, b], in training with it.
     """
 
@@ -246,8 +264,8 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 class Attention(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
-    With context parallelism x has this rank's tokens; at the core q, k and v have all tokens of this rank's heads.
-    scores: how the logits are made.
+    With context parallelism x has this rank's tokens. At the core q, k and v have all tokens of this rank's heads; in a
+    ring they stay as they are. scores: how the logits are made.
     """
 
     def __init__(
@@ -274,7 +292,8 @@ class Attention(nn.Module):
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
         self.k_norm = _head_norm(config, config.key_value_heads, tp, f"{name}.k_norm")
         self.out = RowParallelLinear(config.heads * width, config.hidden, tp, f"{name}.out")
-        self.highest: Tensor | None = None  # fp32 [q / c]: raised by the logits of training steps, if set
+        # fp32 [q / c], in a ring [q]: raised by the logits of training steps, if set.
+        self.highest: Tensor | None = None
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated, from what `self.qkv` gives."""
@@ -286,11 +305,13 @@ class Attention(nn.Module):
 
     def find_places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
         """Positions for a micro-batch of samples of `length` tokens."""
-        scores = self.scores.within_length(length)
+        scores, is_ring = self.scores.within_length(length), self.cp.ring
+        own_tokens = self.cp.find_own_tokens(length) if is_ring else (range(length),)
         if segments is not None:
-            return Places(*_rotation(segments, self.rope), segments, _prepared(segments, self.core, scores))
-        cos, sin = rope_table(length, self.rope, device)
-        documents = self.core.prepare(None, scores, length, device)
+            documents = segments if is_ring else _prepared(segments, self.core, scores)
+            return Places(*_rotation(segments, self.rope, own_tokens), segments, documents)
+        cos, sin = own_rope_table(length, own_tokens, self.rope, device)
+        documents = None if is_ring else self.core.prepare(None, scores, length, device)
         return Places(cos[:, None, None], sin[:, None, None], None, documents)
 
     def forward(
@@ -301,7 +322,9 @@ class Attention(nn.Module):
 
     def rotate_heads(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
-        q, k, v = to_heads(*self.split_heads(qkv), self.cp)
+        q, k, v = self.split_heads(qkv)
+        if not self.cp.ring:
+            q, k, v = to_heads(q, k, v, self.cp)
         rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
         q, k, v = (rotated_head.permute(1, 2, 0, 3) for rotated_head in rotated_heads)
         return q, k, v
@@ -309,6 +332,13 @@ class Attention(nn.Module):
     def attend_between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotate_heads(qkv, at)
+        if self.cp.ring:
+            # Its backward pass keeps its inputs and its output alone: there is nothing to recompute.
+            watched = self.highest if torch.is_grad_enabled() else None
+            y = ring_attention(
+                q, k, v, at.segments, self.scores, cp=self.cp, fused=self.core.fused, highest=watched
+            )
+            return y.permute(2, 0, 1, 3).flatten(2)
         # In this order, evaluation is not compiled again.
         if torch.is_grad_enabled() and self.highest is not None:
             raise_highest(self.highest, q, k, at.segments, self.scores)

@@ -11,7 +11,7 @@ place of drawing: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -177,12 +177,11 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def drop_elements(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
+def drop_elements(x: Tensor, keys: Tensor, share: float, tokens: Sequence[range]) -> Tensor:
     """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b], of
-    `keys_at_places`; first: position in the sample of this rank's first token."""
-    s, h = x.shape[0], x.shape[2]
-    token_positions = torch.arange(first, first + s, device=x.device)
-    channel_numbers = torch.arange(h, device=x.device)
+    `keys_at_places`; tokens: positions in the sample of the s tokens of x."""
+    token_positions = torch.cat([torch.arange(part.start, part.stop, device=x.device) for part in tokens])
+    channel_numbers = torch.arange(x.shape[2], device=x.device)
     row_keys = _mixed(keys + token_positions[:, None] * OF_TOKEN)
     hash_bits = _mixed(row_keys[..., None] + channel_numbers * OF_CHANNEL) >> (64 - FINE)
     hash_bits = hash_bits & ((1 << FINE) - 1)

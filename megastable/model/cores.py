@@ -34,10 +34,11 @@ def _segments(
 @dataclass(frozen=True)
 class Core:
     """run(q, k, v, documents, scores=FULL); documents: prepare(segments or None, scores, length, device), the same for
-    all blocks with these scores."""
+    all blocks with these scores. fused: whether ring attention may use a fused kernel in its place."""
 
     run: Callable[..., Tensor]
     prepare: Callable[[Tensor | None, AttentionScores, int, torch.device], Any] = _segments
+    fused: bool = True
 
 
 # cuDNN's kernel is the fastest on Hopper; if it refuses, torch tries the next.
@@ -194,8 +195,8 @@ def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Ca
 
 
 CORES: dict[str, Core] = {
-    "reference": Core(reference_attention),
-    "plain": Core(plain_attention),  # in place of another one that computes wrong numbers: see NumericsSwitch
+    "reference": Core(reference_attention, fused=False),
+    "plain": Core(plain_attention, fused=False),  # in place of another one that computes wrong numbers: see NumericsSwitch
     "sdpa": Core(sdpa_attention, _sdpa_mask),
     "blocked": Core(blocked_attention),
     "te": Core(te_attention),

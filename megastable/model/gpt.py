@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import call
 from typing import Any
 
@@ -27,7 +28,8 @@ from megastable.model.kernels import PLAIN, AttentionScores, Kernels
 from megastable.model.loss import Features, LossFunction, project_features
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megastable.parallel.mappings import enter_tensor_region
+from megastable.parallel.layout import cut_ranges
+from megastable.parallel.mappings import enter_tensor_region, gather_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 GRAPHS = 64  # most for one code object, where blocks are compiled
@@ -115,7 +117,8 @@ class Embedding(VocabParallelEmbedding):
         cp: ContextParallel = WHOLE, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(vocabulary, hidden, tp, name)
-        self.factor, self.dropout, self.part = factor, dropout, _part(tp, cp)
+        self.factor, self.dropout = factor, dropout
+        self.find_tokens = partial(_find_tokens, tp, cp)
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
         tokens, _, dropout_keys = open_stream(inputs)
@@ -123,13 +126,16 @@ class Embedding(VocabParallelEmbedding):
         if self.factor != 1.0:
             x = x * self.factor
         if self.training and dropout_keys is not None:
-            x = drop_elements(x, keys_at_places(dropout_keys, 0)[0], self.dropout, self.part * len(x))
+            token_ranges = self.find_tokens(len(x))
+            x = drop_elements(x, keys_at_places(dropout_keys, 0)[0], self.dropout, token_ranges)
         return _with(inputs, x)
 
 
-def _part(tp: TensorParallel, cp: ContextParallel) -> int:
-    """Which part of the sequence this rank's shard of x is, of equal ones."""
-    return cp.rank * tp.size + tp.rank if tp.sequence else cp.rank
+def _find_tokens(tp: TensorParallel, cp: ContextParallel, count: int) -> tuple[range, ...]:
+    """Positions in the sample of the `count` tokens of this rank's shard of x."""
+    shard_count, shard = (tp.size, tp.rank) if tp.sequence else (1, 0)
+    own_tokens = cp.find_own_tokens(count * shard_count * cp.size)
+    return cut_ranges(own_tokens, shard * count, (shard + 1) * count)
 
 
 class Block(nn.Module):
@@ -168,7 +174,8 @@ class Block(nn.Module):
         # Of `norms=branch`: see `set_updates`; None: full size. Not a buffer, which would become bf16.
         self.grown: Tensor | None = None
         self._split = (tp.size if tp.sequence else 1) * cp.size
-        self._index, self._dropout, self._part = index, config.dropout, _part(tp, cp)
+        self._index, self._dropout = index, config.dropout
+        self._find_tokens = partial(_find_tokens, tp, cp)
         self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
         self._plain = False  # compiled blocks are not used; see `compute_plainly`
@@ -215,15 +222,19 @@ class Block(nn.Module):
         return _with(stream, _recomputed(run_block, x, at) if is_recomputed else run_block(x, at))
 
     @torch.no_grad()
-    def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """q [b, q, s, d] and k [b, k, s, d] at the attention core for `stream`. Computed separately from
-        `forward`, which is unchanged. Collective over the tensor and the context group."""
+    def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor, list[int]]:
+        """q [b, q, n, d] and k [b, k, s, d] at the attention core for `stream`, and the positions of these n queries: in
+        a ring, this rank's. Computed separately from `forward`, which is unchanged. Collective over the tensor and the
+        context group."""
         x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
         # No name for the normed x: it would live on in memory while the heads are made.
         qkv = self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x)
         q, k, _ = self.attention.rotate_heads(qkv, at)
-        return q, k
+        length, cp = x.shape[0] * self._split, self.attention.cp
+        if not cp.ring:
+            return q, k, list(range(length))
+        return q, gather_tokens(k, cp), list(chain(*cp.find_own_tokens(length)))
 
     @torch.no_grad()
     def compute_outputs(self, x: Tensor, segments: Tensor | None, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +274,7 @@ class Block(nn.Module):
         return self._fed(self._attended(x, attend, keys), keys)
 
     def _dropped(self, x: Tensor, keys: Tensor | None, half: int) -> Tensor:
-        return x if keys is None else drop_elements(x, keys[half], self._dropout, self._part * len(x))
+        return x if keys is None else drop_elements(x, keys[half], self._dropout, self._find_tokens(len(x)))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None) -> Tensor:
         norms = self.attention_norm, self.attention_post_norm

@@ -65,6 +65,26 @@ class Layout:
         raise ValueError(f"no axis {axis!r}")
 
 
+def find_own_tokens(length: int, ranks: int, rank: int, ring: bool) -> tuple[range, ...]:
+    """The tokens of a sample of `length` that `rank` has, of `ranks` that share it; ascending.
+
+    One range. Two in a ring, of 2 x `ranks` chunks one from each end: under a causal mask late queries see many keys
+    and early ones few, and so all ranks have the same work in every round (Llama 3, arXiv:2407.21783 section 3.3.2).
+    """
+    chunk_size = length // (2 * ranks if ring else ranks)
+    chunks = (rank, 2 * ranks - 1 - rank) if ring else (rank,)
+    return tuple(range(chunk * chunk_size, (chunk + 1) * chunk_size) for chunk in chunks)
+
+
+def cut_ranges(ranges: Iterable[range], begin: int, end: int) -> tuple[range, ...]:
+    """Numbers [begin, end) of those in `ranges`, one range after the other."""
+    cut_parts, first = [], 0
+    for whole_range in ranges:
+        cut_parts.append(whole_range[max(begin - first, 0) : max(end - first, 0)])
+        first += len(whole_range)
+    return tuple(cut_part for cut_part in cut_parts if cut_part)
+
+
 def cut_into_stages(costs: Sequence[float], stages: int, required: Sequence[bool]) -> list[int]:
     """Bounds [0, ..., len(costs)] of `stages` contiguous ranges that minimise the cost of the costliest stage.
 

@@ -8,7 +8,7 @@ With a group of one, every function returns its input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import lcm
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from megastable.base.collectives import gather_objects
+from megastable.parallel.layout import find_own_tokens
 from megastable.parallel.topology import ContextParallel, TensorParallel
 
 # torch 2.13 renamed both; older versions only have the second names.
@@ -242,6 +243,37 @@ def to_tokens(y: Tensor, cp: ContextParallel) -> Tensor:
         return y
     (x,) = _Exchange.apply(cp, y.unflatten(0, (cp.size, -1)))
     return x.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def gather_tokens(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The whole of x [b, heads, s / ranks, d], of which every rank of a ring has its own tokens; without gradients."""
+    count = x.shape[2]
+    gathered = x.new_empty((cp.size, *x.shape))
+    _gather(gathered.flatten(0, 1), x.contiguous(), group=cp.group)
+    whole_tensor = x.new_empty((*x.shape[:2], count * cp.size, x.shape[3]))
+    for rank, part in enumerate(gathered):
+        own_tokens = find_own_tokens(count * cp.size, cp.size, rank, cp.ring)
+        for tokens, chunk in zip(own_tokens, part.chunk(len(own_tokens), 2), strict=True):
+            whole_tensor[:, :, tokens.start : tokens.stop] = chunk
+    return whole_tensor
+
+
+def begin_shift(x: Tensor, group: Any) -> Callable[[], Tensor]:
+    """Send `x`, contiguous, to the next rank of `group`, and begin to receive as much from the previous one. Returns a
+    function that waits for both and returns what came. `x` must not be written to before."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    next_rank, previous_rank = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    received = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, next_rank, group), dist.P2POp(dist.irecv, received, previous_rank, group)]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
 
 
 # Sum the gradient of a tied embedding over its two copies, on the first and the last pipeline stage.

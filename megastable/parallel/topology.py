@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megastable.parallel.layout import Layout
+from megastable.parallel.layout import Layout, find_own_tokens
 
 
 class Topology:
@@ -72,11 +72,19 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Attention's view of the ranks that share a sample. `ContextParallel()`: this rank has whole samples."""
+    """Attention's view of the ranks that share a sample. `ContextParallel()`: this rank has whole samples.
+
+    ring: keys and values go round the ranks; else they exchange tokens for heads.
+    """
 
     group: Any = None
     size: int = 1
     rank: int = 0
+    ring: bool = False
+
+    def find_own_tokens(self, length: int) -> tuple[range, ...]:
+        """See `layout.find_own_tokens`."""
+        return find_own_tokens(length, self.size, self.rank, self.ring)
 
 
 WHOLE = ContextParallel()

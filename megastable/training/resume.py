@@ -282,9 +282,8 @@ class Start:
         pieces: Stages | None,
     ) -> Loader:
         c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
-        part = RankPart(
-            c.train.micro_batch, t.sample_rank, self.layout.samples, t.context_rank, self.layout.context
-        )
+        own_tokens = self.engine.cp.find_own_tokens(c.model.sequence_length)
+        part = RankPart(c.train.micro_batch, t.sample_rank, self.layout.samples, own_tokens)
         return Loader(source, skips, cursor, batches, part, c.data, pin_memory=on_gpu, pieces=pieces)
 
     def freeze_recipe(self) -> bytes:

@@ -23,6 +23,7 @@ from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips, batches_ahead
+from megastable.parallel.layout import find_own_tokens
 from tests.tiers import examples
 
 MakeCorpus = Callable[..., Manifest]
@@ -55,7 +56,7 @@ def load(
     skips: Skips | Selection = SKIPS,
     global_batch: int = 24,
     apart: bool = False,
-    **part: int,
+    **part: Any,
 ) -> list[Step]:
     config = DataConfig(keep_documents_apart=apart)
     with Loader(
@@ -110,18 +111,21 @@ def test_go_to_recovers_from_an_error_ahead(source: Source) -> None:
     st.sampled_from([1, 2, 4, 8, 16]),
     st.booleans(),
     st.integers(0, 500),
+    st.booleans(),
 )
 def test_loader_parts_of_a_context_group_are_its_samples(
-    source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int
+    source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int, ring: bool
 ) -> None:
     """The same positions in the same order as without it, and segments of the whole sequence on every rank."""
     micro_batch, groups = sizes
+    places = [find_own_tokens(LENGTH, context, rank, ring) for rank in range(context)]
+    order = torch.tensor([place for parts in places for part in parts for place in part]).argsort()
     for group in range(groups):
         place = {"micro_batch": micro_batch, "data_size": groups, "data_rank": group}
         whole = load(source, 2, cursor, apart=apart, **place)
         ranks = [
-            load(source, 2, cursor, apart=apart, **place, context_rank=rank, context_size=context)
-            for rank in range(context)
+            load(source, 2, cursor, apart=apart, **place, tokens=own_tokens)
+            for own_tokens in places
         ]
         for number, step in enumerate(whole):
             for parts, batch in zip(
@@ -129,8 +133,8 @@ def test_loader_parts_of_a_context_group_are_its_samples(
                 step.micro_batches,
                 strict=True,
             ):
-                assert torch.equal(torch.cat([p.tokens for p in parts], 1), batch.tokens)
-                assert torch.equal(torch.cat([p.labels for p in parts], 1), batch.labels)
+                assert torch.equal(torch.cat([p.tokens for p in parts], 1)[:, order], batch.tokens)
+                assert torch.equal(torch.cat([p.labels for p in parts], 1)[:, order], batch.labels)
                 for p in parts:
                     assert p.tokens.shape == (micro_batch, LENGTH // context) and p.tokens.is_contiguous()
                     assert torch.equal(p.positions, batch.positions)
@@ -156,7 +160,7 @@ def test_loader_raises_what_its_thread_met(source: Source, tmp_path: Path) -> No
     "layout",
     [
         {"global_batch": 25}, {"data_size": 5}, {"micro_batch": 0}, {"data_rank": 1}, {"data_rank": -1},
-        {"context_size": 3}, {"context_rank": 2, "context_size": 2}, {"context_rank": -1, "context_size": 2},
+        {"tokens": (range(-1, 3),)}, {"tokens": (range(0, 2), range(LENGTH, LENGTH + 2))},
     ],
 )  # fmt: skip
 def test_loader_refuses_layouts(source: Source, layout: dict[str, Any]) -> None:

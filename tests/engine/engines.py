@@ -31,7 +31,8 @@ def take_batch(engine: Any, batch: Any) -> list[Any]:
     """This rank's micro-batches of a global one."""
     from tests.parallel.test_layouts import mine
 
-    return mine(batch, engine.topology, engine.config.train.micro_batch)
+    p = engine.config.parallel
+    return mine(batch, engine.topology, engine.config.train.micro_batch, p.is_ring)
 
 
 def copy_state(engine: Any) -> dict[str, Tensor]:

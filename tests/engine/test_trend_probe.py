@@ -81,7 +81,7 @@ def watch_plainly(blocks: list[Any], seen: dict[str, Any]) -> None:
 
     def before(block: Any, args: Any) -> None:
         if f"{block.name} qk" not in seen:
-            seen[f"{block.name} qk"] = whole_attention(*block.queries_and_keys(args[0]), None)
+            seen[f"{block.name} qk"] = whole_attention(*block.queries_and_keys(args[0])[:2], None)
 
     def after(block: Any, args: Any, y: Any) -> None:
         if block.name not in seen:

@@ -7,6 +7,7 @@ import torch
 
 from megastable.engine.adjustments import CLAMPED, SWIGLU_CLAMP
 from megastable.model.block_parts import RMSNorm, drop_elements, keys_at_places, keys_of_samples
+from megastable.parallel.layout import find_own_tokens
 from megastable.parallel.topology import TensorParallel
 from tests.shapes import kept
 
@@ -56,7 +57,7 @@ S, B, H, SHARE, SEED = 16, 3, 24, 0.25, 1234
 
 def factors(positions: torch.Tensor, place: int = 3, seed: int = SEED, share: float = SHARE) -> torch.Tensor:
     return drop_elements(
-        torch.ones(S, len(positions), H), keys_at_places(keys_of_samples(positions, seed), place)[0], share, 0
+        torch.ones(S, len(positions), H), keys_at_places(keys_of_samples(positions, seed), place)[0], share, [range(S)]
     )
 
 
@@ -67,13 +68,16 @@ def test_dropout_is_its_definition(place: int) -> None:
     torch.testing.assert_close(factors(positions, place), wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_dropout_of_a_shard_has_the_mask_of_its_tokens(parts: int) -> None:
+def test_dropout_of_a_shard_has_the_mask_of_its_tokens(parts: int, ring: bool) -> None:
     x = torch.randn(S, B, H)
     keys = keys_at_places(keys_of_samples(torch.arange(B), SEED), 3)[0]
-    whole = drop_elements(x, keys, SHARE, 0)
-    shards = [drop_elements(part, keys, SHARE, i * len(part)) for i, part in enumerate(x.chunk(parts))]
-    assert torch.equal(torch.cat(shards), whole)
+    whole = drop_elements(x, keys, SHARE, [range(S)])
+    for rank in range(parts):
+        tokens = find_own_tokens(S, parts, rank, ring)
+        numbers = [position for part in tokens for position in part]
+        assert torch.equal(drop_elements(x[numbers], keys, SHARE, tokens), whole[numbers])
 
 
 def test_dropout_has_its_share_everywhere_and_independent_masks() -> None:

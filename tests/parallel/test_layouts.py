@@ -14,6 +14,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch, segments_of
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
+from megastable.parallel.layout import find_own_tokens
 from megastable.parallel.sharding import Placement, join_shards, placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 from tests import reference
@@ -71,11 +72,12 @@ def growing_batches() -> list[Batch]:
     return made
 
 
-def mine(batch: Batch, topology: Topology, micro_batch: int) -> list[MicroBatch]:
+def mine(batch: Batch, topology: Topology, micro_batch: int, ring: bool = False) -> list[MicroBatch]:
     """This rank's part of a global batch: of the samples, and with context parallelism of their tokens."""
     tokens, labels, segments = batch
     layout = topology.layout
-    part = torch.arange(LENGTH).chunk(layout.context)[topology.context_rank]
+    own_tokens = find_own_tokens(LENGTH, layout.context, topology.context_rank, ring)
+    part = torch.tensor([token for tokens in own_tokens for token in tokens])
     index = torch.arange(len(tokens)).view(-1, layout.samples, micro_batch)[:, topology.sample_rank]
     return [
         MicroBatch(tokens[i][:, part], labels[i][:, part], i, None if segments is None else segments[i])
@@ -169,6 +171,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 OLMO2 = {"qk_norm": "full", "norms": "after"}
 QWEN2 = {"qk_norm": False, "qkv_bias": True}
 LLAMA3 = {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}}
+THREE = {"heads": 3, "kv_heads": 1, "head_dim": 8}
+RING2 = {"context": 2, "context_by": "ring"}
 # What only one of these has; every two parts of a layout meet in pairs.py, with every choice of the model.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulation-4": (1, {"micro_batch": 2}),
@@ -192,12 +196,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context2-pp2": (4, {"context": 2, "pipeline": 2, "apart": True}),
     "context4": (4, {"context": 4}),
     "context2-zero2-qwen2-llama3-documents": (2, {"context": 2, "zero": 2, "apart": True, "model": QWEN2 | LLAMA3}),
+    "ring2-olmo2": (2, RING2 | {"model": OLMO2}),
+    "ring2-tp2-sequence-dropout": (4, RING2 | {"tensor": 2, "sequence": True, "model": {"dropout": 0.2}}),
+    "ring2-pp2-documents-window": (4, RING2 | {"pipeline": 2, "apart": True, "model": {"window": 11}}),
+    "ring4-3-heads-full": (4, {"context": 4, "context_by": "ring", "recompute": "full", "model": THREE}),
+    "ring2-dp2-zero2-softcap-selective": (
+        4, RING2 | {"zero": 2, "recompute": "selective", "model": {"attention_softcap": 5.0}},
+    ),
     "growing": (1, {"growing": True}),
     "growing-zero2-dp2": (2, {"growing": True, "zero": 2}),
     "growing-zero3-dp2": (2, {"growing": True, "zero": 3}),
     "growing-pp2-dp2": (4, {"growing": True, "pipeline": 2}),
     "growing-tp2-pp2": (4, {"growing": True, "tensor": 2, "pipeline": 2}),
     "growing-tp2-sequence": (2, {"growing": True, "tensor": 2, "sequence": True}),
+    "growing-ring2": (2, RING2 | {"growing": True}),
     "growing-context2": (2, {"growing": True, "context": 2}),
 }  # fmt: skip
 

@@ -361,9 +361,8 @@ def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None
         is_exact(config.run.deterministic, engine.device), vars(layout) | {"zero": p.zero},
     )  # fmt: skip
     watch = OperationWatch(engine, request, folder)
-    part = RankPart(
-        config.train.micro_batch, topology.sample_rank, layout.samples, topology.context_rank, layout.context
-    )
+    own_tokens = engine.cp.find_own_tokens(config.model.sequence_length)
+    part = RankPart(config.train.micro_batch, topology.sample_rank, layout.samples, own_tokens)
     with ExitStack() as during:
         loader = during.enter_context(
             Loader(
