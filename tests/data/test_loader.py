@@ -108,16 +108,15 @@ def test_go_to_recovers_from_an_error_ahead(source: Source) -> None:
 )
 @given(
     st.sampled_from([(24, 1), (4, 2), (2, 3), (1, 8)]),
-    st.sampled_from([1, 2, 4, 8, 16]),
+    st.sampled_from([(1, False), (2, False), (16, False), (1, True), (4, True), (8, True)]),
     st.booleans(),
     st.integers(0, 500),
-    st.booleans(),
 )
 def test_loader_parts_of_a_context_group_are_its_samples(
-    source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int, ring: bool
+    source: Source, sizes: tuple[int, int], shared: tuple[int, bool], apart: bool, cursor: int
 ) -> None:
     """The same positions in the same order as without it, and segments of the whole sequence on every rank."""
-    micro_batch, groups = sizes
+    (micro_batch, groups), (context, ring) = sizes, shared
     places = [find_own_tokens(LENGTH, context, rank, ring) for rank in range(context)]
     order = torch.tensor([place for parts in places for part in parts for place in part]).argsort()
     for group in range(groups):
