@@ -96,6 +96,7 @@ LAYOUTS = {
     "DP2 ZeRO 3": Case(2, {"zero": 3}),
     "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
     "context 2": Case(2, {"context": 2}),
+    "context 2, a ring": Case(2, {"context": 2, "context_by": "ring"}),
     "TP2xPP2": Case(4, TP2 | PP2),
     "TP2+SPxPP2 selective": Case(4, SP2 | PP2 | {"recompute": "selective"}, accumulation=4),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),

@@ -84,6 +84,8 @@ LAYOUTS = {
     "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
     "CP2": Case(2, {"context": 2}),
     "CP2 full": Case(2, {"context": 2, "recompute": "full"}),
+    "CP2 ring": Case(2, {"context": 2, "context_by": "ring"}),
+    "CP4 ring fp32 full": Case(4, {"context": 4, "context_by": "ring", "recompute": "full"}, precision=FP32),
     "CP2xTP2+SP selective": Case(4, SP2 | {"context": 2, "recompute": "selective"}),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
     "TP2xPP2": Case(4, TP2 | PP2),
@@ -420,7 +422,8 @@ def count_joined(case: LayoutCase, warm: int = 2) -> Counted:
     messages: Counter[Message] = Counter()
     for (group, collective, size), calls in counter.calls.items():
         # DeepSpeed's stages communicate through the world's group.
-        kind = "pipeline" if collective in ("send", "receive") else kind_by_group.get(group, f"group {group}")
+        kind = kind_by_group.get(group, f"group {group}")
+        kind = "pipeline" if collective in ("send", "receive") and kind != "context" else kind
         messages[kind, collective, size] += calls
     return Counted(topology.stage, dict(messages), missed)
 

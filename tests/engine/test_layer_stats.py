@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3-selective-small-buffers": {"zero": 3, "recompute": "selective", "buffer": 5000},
     "documents-tp2": {"tensor": 2, "apart": True},
     "context2-documents": {"context": 2, "apart": True},
+    "ring2-documents": {"context": 2, "context_by": "ring", "apart": True},
     "olmo2-tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full", "model": OLMO2},
 }
 FOUR = {

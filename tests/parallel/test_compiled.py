@@ -19,6 +19,9 @@ COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
         2, {"tensor": 2, "sequence": True, "recompute": "selective", "model": OLMO2},
     ),
     "context2-full": (2, {"context": 2, "recompute": "full"}),
+    "ring2-selective-dropout": (
+        2, {"context": 2, "context_by": "ring", "recompute": "selective", "model": {"dropout": 0.1}},
+    ),
     "pp2": (2, {"pipeline": 2}),
 }  # fmt: skip
 

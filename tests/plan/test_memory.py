@@ -100,12 +100,13 @@ def test_footprints_add_up(
 def test_restated_constants_are_as_there() -> None:
     from megastable.engine import flatstate, layer_stats, patches
     from megastable.fp8 import scale_factors
-    from megastable.model import blocked
+    from megastable.model import blocked, ring
     from megastable.model import loss as losses
     from megastable.optim import adamw
     from megastable_tools.plan import memory
 
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
+    assert activations.RING_ELEMENTS == ring.ELEMENTS
     assert (memory.LOSS_BLOCK, memory.SCORES) == (losses.BLOCK, blocked.ELEMENTS)
     assert {"cpu": losses.BLOCK, "cuda": losses.GPU_BLOCK} == memory.ENTROPY_BLOCK
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)

@@ -22,7 +22,7 @@ from tests.conftest import tiny
 from tests.distributed import run_ranks, train
 from tests.training.test_resume import resave
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, int | str]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp2-zero3": (2, {"zero": 3}),
     "tp2-dp2": (4, {"tensor": 2}),
     "context2": (2, {"context": 2}),
+    "ring2": (2, {"context": 2, "context_by": "ring"}),
 }
 NAMES = list(LAYOUTS)
 EVERY = os.environ.get("MEGASTABLE_RESHAPES") == "all"

@@ -25,6 +25,7 @@ from megastable_tools.plan.volume import count_element_bytes
 
 FP32 = 4
 ROWS, KEPT = 256, 16  # copied from model/blocked.py, which needs torch
+RING_ELEMENTS = 1 << 24  # copied from model/ring.py
 SCORES = 1 << 24  # copied from layer_stats.py, which needs torch
 
 
@@ -72,8 +73,14 @@ class ShapeSizes:
     e: int
     vocabulary: int  # rows of this tensor rank, padding included
     heads: int  # of queries at the attention's core
+    queries: int  # of a sample there: all tokens; in a ring this rank's
     samples: int
     length: int
+
+    @property
+    def scores(self) -> int:
+        """Scores at the attention's core, with those that a mask excludes."""
+        return self.samples * self.heads * self.queries * self.length
 
     @property
     def stream(self) -> int:
@@ -109,7 +116,8 @@ def shape_sizes_of(config: RunConfig) -> ShapeSizes:
     return ShapeSizes(
         N=token_count, n=token_count // t if p.sequence else token_count, h=m.hidden, q=m.heads * d // t,
         k=m.key_value_heads * d // t, f=m.ffn_width // t, e=count_element_bytes(config), vocabulary=m.padded_vocab // t,
-        heads=m.heads // t // p.context,
+        heads=m.heads // t // (1 if p.is_ring else p.context),
+        queries=m.sequence_length // (p.context if p.is_ring else 1),
         samples=micro_batch, length=m.sequence_length,
     )  # fmt: skip
 
@@ -217,18 +225,21 @@ def _heads(
     are_repeated = _repeats(config, kernels) and not selective
     has_norm = bool(model_config.qk_norm)
     # Kept whole if a view of it is saved: the core's values; in fp32 the norms' inputs; compiled by the norms.
-    if (has_norm and (z.e == FP32 or kernels.compile)) or not (are_repeated or config.parallel.context > 1):
+    is_exchanged = config.parallel.context > 1 and not config.parallel.is_ring
+    if (has_norm and (z.e == FP32 or kernels.compile)) or not (are_repeated or is_exchanged):
         made.append(SavedOperation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
     if has_norm and not kernels.compile:
         made += _norm("query norm", z, z.N * z.q, norm_rows[0], False, own=False)
         made += _norm("key norm", z, z.N * z.k, norm_rows[1], False, own=False)
-    if config.parallel.context > 1 and not are_repeated:
+    if is_exchanged and not are_repeated:
         made.append(SavedOperation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
     return made
 
 
 def _keys(config: RunConfig, z: ShapeSizes) -> int:
-    """k at the core: context parallelism may repeat heads."""
+    """k at the core: context parallelism may repeat heads, but for a ring."""
+    if config.parallel.is_ring:
+        return z.k
     key_heads = config.model.key_value_heads // config.parallel.tensor
     return z.k * lcm(key_heads, config.parallel.context) // key_heads
 
@@ -236,6 +247,8 @@ def _keys(config: RunConfig, z: ShapeSizes) -> int:
 def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
     """Whether keys and values are repeated for every query: cores.py."""
     m, parallel_config = config.model, config.parallel
+    if parallel_config.is_ring:
+        return False
     key_heads = lcm(m.key_value_heads // parallel_config.tensor, parallel_config.context)
     are_grouped = key_heads < m.heads // parallel_config.tensor
     needs_flex = config.data.keep_documents_apart or m.attention_softcap is not None or m.window is not None
@@ -246,7 +259,9 @@ def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
 def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool) -> list[SavedOperation]:
     keys = _keys(config, z)
     queries = Saved("rotated queries", z.N * z.q, z.e)
-    score_count = z.samples * z.heads * z.length**2
+    if config.parallel.is_ring:
+        return [_ring(config, z, kernels, queries)]
+    score_count = z.scores
     is_plain, has_cap = kernels.attention == "reference", config.model.attention_softcap is not None
     if selective:
         # Inputs only: the rest is recomputed.
@@ -269,10 +284,33 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     if kernels.attention == "blocked":
         given.append(Saved("attention weights", count_probabilities(config, z), z.e))
     else:
-        given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
+        given.append(Saved("logsumexp", z.samples * z.heads * z.queries, FP32))
     if config.parallel.context > 1:
         given.append(Saved("attention output, by heads", z.N * z.q, z.e))
     return [SavedOperation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
+
+
+def writes_scores(config: RunConfig) -> bool:
+    """Whether a ring writes (some) scores out, in parts: its fused kernels have a causal mask and nothing else."""
+    m = config.model
+    return config.segmented or m.attention_softcap is not None or m.window is not None
+
+
+def _ring(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, queries: Saved) -> SavedOperation:
+    """model/ring.py, recomputed or not: its output is the next layer's input. On a CPU, and where scores are written
+    out, everything is cast to fp32."""
+    is_written = kernels.attention == "reference" or writes_scores(config)
+    is_wide = (is_written or not kernels.gpu) and z.e < FP32
+    saved = queries, Saved("rotated keys", z.N * z.k, z.e), Saved("logsumexp", z.samples * z.heads * z.queries, FP32)
+    pair, head_count = 2 * z.N * z.k, z.N * z.q  # keys and values; queries
+    # Keys and values, and those that come; gradients of these: this rank's, those that leave, come, and are computed.
+    held_bytes = 2 * pair * z.e + 4 * pair * FP32 + FP32 * head_count + z.e * (head_count + pair)
+    held_bytes += is_wide * FP32 * (3 * head_count + pair)
+    chunk_bytes = (head_count + (pair if kernels.gpu or is_written else 2 * head_count)) // 2 * FP32
+    if is_written:
+        row_scores = z.samples * z.heads * z.queries // 2  # of one query of each head against a chunk's keys
+        chunk_bytes += 4 * min(row_scores * z.queries // 2, max(RING_ELEMENTS, row_scores)) * FP32
+    return SavedOperation(saved, held_bytes + chunk_bytes)
 
 
 def count_probabilities(config: RunConfig, z: ShapeSizes) -> int:
@@ -290,10 +328,13 @@ def count_watched_bytes(config: RunConfig) -> int:
     `attention_chunks`. Nothing is saved for a backward pass, and nothing is compiled."""
     z, m, c = shape_sizes_of(config), config.model, config.parallel.context
     key_width, q = _keys(config, z), z.e * z.N * z.q
+    exchanged_width = (c > 1) * (z.q + 2 * key_width)
+    if config.parallel.is_ring:  # keys are gathered, and put in order
+        exchanged_width = key_width = c * z.k
     wide_width = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
     held_bytes = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
-    held_bytes += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * key_width)
-    at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
+    held_bytes += bool(m.qk_norm) * (q + z.e * z.N * z.k) + 2 * z.e * z.N * exchanged_width
+    at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.queries // 8)))
     score_elements = z.samples * z.heads * at_a_time * z.length
     score_copies = 2 if m.attention_softcap is None else 3
     return max(

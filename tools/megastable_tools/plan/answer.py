@@ -232,7 +232,7 @@ def layout_in_words(found: LayoutPlan) -> str:
     p, lay = found.config.parallel, found.layout
     axis_sizes = [("tensor", lay.tensor), ("pipeline", lay.pipeline), ("data", lay.data)]
     split = " x ".join(f"{axis_name} {size}" for axis_name, size in axis_sizes if size > 1) or "one rank"
-    split += f" (context {lay.context})" if lay.context > 1 else ""
+    split += f" (context {lay.context}{', a ring' if p.is_ring else ''})" if lay.context > 1 else ""
     if p.sequence:
         split += ", sequence parallelism" + (" that keeps what it gathers" if p.keep_gathered else "")
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
@@ -424,7 +424,7 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
         "overrides": list_overrides(c, base),
         "layout": {
             "gpus": lay.world, "tensor": lay.tensor, "pipeline": lay.pipeline, "data": lay.data,
-            "context": lay.context, "sequence": c.parallel.sequence, "zero": c.parallel.zero,
+            "context": lay.context, "context_by": c.parallel.context_by, "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
             "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,

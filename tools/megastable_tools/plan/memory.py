@@ -180,6 +180,8 @@ def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     there = {"reference": True, "sdpa": True, "blocked": not gpu and not fp16, "te": te}
     usable = [name for name, is_there in there.items() if is_there]
     possible = {name for name in usable if not capped or caps_logits(name, device)}
+    if config.parallel.is_ring:
+        possible = {"sdpa", "reference"}
     attention: str = wanted.attention
     if attention not in possible:  # "auto", too
         attention = next(name for name in ("blocked", "sdpa", "reference") if name in possible)

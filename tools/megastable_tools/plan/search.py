@@ -4,8 +4,9 @@
     for plan in found.plans:                                # those that fit, fastest first
         print(plan.time.seconds, overrides(plan.config, config))
 
-The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, every ZeRO
-stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It prunes what cannot be better:
+The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, by exchange and
+by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It prunes
+what cannot be better: a ring that writes its scores out,
 a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
 parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
 models its fewer messages are faster).
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from math import gcd, isqrt
 from typing import Literal, NamedTuple
 
@@ -29,10 +31,13 @@ from megastable.config.tree import RunConfig
 from megastable.model.sizes import find_misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume
+from megastable_tools.plan.activations import writes_scores
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.memory import Device, Footprint, list_footprints, read_zero_section
 from megastable_tools.plan.time import StepTime, step_time
 
+Way = Literal["ulysses", "ring"]
+CONTEXT_BY: tuple[Way, ...] = ("ulysses", "ring")
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO = (1, 2, 3)
@@ -46,6 +51,7 @@ class Choice(NamedTuple):
     tensor: int
     pipeline: int
     context: int
+    context_by: Way
     sequence: bool
     zero: int
     recompute: Recompute
@@ -56,7 +62,7 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
         p = config.parallel
-        layout_axes = p.tensor, p.pipeline, p.context, p.sequence, p.zero, p.recompute, p.keep_gathered
+        layout_axes = p.tensor, p.pipeline, p.context, p.context_by, p.sequence, p.zero, p.recompute, p.keep_gathered
         return cls(*layout_axes, config.train.micro_batch, config.precision.fp8)
 
 
@@ -169,7 +175,7 @@ def _judged(
     """
     for fp8_config in precisions:
         for axes, micro_batches in list_families(config, gpus):
-            is_sequence = axes[3]
+            is_sequence = axes[4]
             ways_kept: dict[bool, list[Recompute]] = {
                 True: ["none", "selective"] if is_sequence else [],
                 False: [*RECOMPUTE],
@@ -241,7 +247,7 @@ def _factors(config: RunConfig, gpus: int) -> bool:
     return any(gpus % shared_rank == 0 and gpus // shared_rank <= m.layers for shared_rank in shared_ranks)
 
 
-Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, zero
+Axes = tuple[int, int, int, Way, bool, int]  # tensor, pipeline, context, context_by, sequence, zero
 
 
 def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
@@ -267,8 +273,11 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     continue
                 is_sequence = tensor > 1 and model_config.sequence_length % (context_ranks * tensor) == 0
                 micro_batches = list_divisors(batch // (data_ranks // context_ranks))
-                for zero in zero_stages:
-                    layout_axes = tensor, pipeline_stages, context_ranks, is_sequence, zero
+                ways = [config.parallel.context_by]
+                if context_ranks > 1:
+                    ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not writes_scores(config)]
+                for zero, way in product(zero_stages, ways):
+                    layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
                     if apply_choice(config, Choice(*layout_axes, "full", False, 1, None)) is not None:
                         yield layout_axes, micro_batches
 
@@ -276,7 +285,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
 def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
-    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:7], choice[:7])))
+    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:8], choice[:8])))
     changed = {
         "parallel": new_parallel,
         "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),
@@ -319,7 +328,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
-        [own._replace(context=n) for n in list_divisors(gpus) if n > own.context],
+        [own._replace(context=n, context_by=way) for n in list_divisors(gpus) if n > own.context for way in CONTEXT_BY],
     ]
     fitting_plans: list[LayoutPlan] = []
     for layout_choices in choice_lists:

@@ -27,7 +27,7 @@ from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume, work
-from megastable_tools.plan.activations import shape_sizes_of
+from megastable_tools.plan.activations import shape_sizes_of, writes_scores
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.work import Operation
 
@@ -301,7 +301,7 @@ class _Prediction:
                 self.config, self.sizes, kind.eight, self.fused, kind.like, self.micro_batches
             )
             block_operations = list(blocks)
-            if self.others.scores:
+            if self.others.scores or (self.config.parallel.is_ring and writes_scores(self.config)):
                 block_operations.append(work.count_score_work(self.sizes))
             self._blocks[kind] = [
                 (block_operation, self._seconds(block_operation)) for block_operation in block_operations
@@ -370,12 +370,19 @@ class _Prediction:
         """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            is_send = term.group == "pipeline" and term.collective == "send"
-            if (is_send or term.group in ("tensor", "context")) and self.members[term.group] > 1:
+            is_inside = term.group in ("tensor", "context", "pipeline") and self.members[term.group] > 1
+            if is_inside and term.collective != "receive" and (term.group, term.collective) != ("pipeline", "broadcast"):
                 terms_by_group[term.group].append(term)
         time_lines, n = [], self.micro_batches
         for group_name, terms in terms_by_group.items():
-            seconds, hidden = self._hide(self._moving(terms) / n, computing, group_name in self.others.hidden)
+            is_hidden, beside_seconds = group_name in self.others.hidden, computing
+            if group_name == "context" and self.config.parallel.is_ring:
+                # Beside the products of all rounds but the last.
+                is_hidden, context_ranks = True, self.members["context"]
+                attention_work = (o for o in self._operations(stage) if o[0].kind == work.ATTENTION)
+                attention_seconds = sum(times * seconds for _, times, seconds in attention_work)
+                beside_seconds = min(computing, attention_seconds * (context_ranks - 1) / context_ranks)
+            seconds, hidden = self._hide(self._moving(terms) / n, beside_seconds, is_hidden)
             computing -= hidden
             because = f"{self._sent(terms) / n / 1e9:.3g} GB in {sum(t.calls for t in terms) // n} messages "
             because += self.links[group_name].told + _beside(hidden)

@@ -3,7 +3,7 @@
 Tensor parallelism: Megatron-LM, arXiv:1909.08053 section 3; with sequence parallelism: Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2; sharded data parallelism: ZeRO, arXiv:1910.02054 section 7, as DeepSpeed 0.19.8 does it;
 rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009); context parallelism: DeepSpeed Ulysses,
-arXiv:2309.14509 section 3.1.
+arXiv:2309.14509 section 3.1, or a ring, arXiv:2310.01889.
 
 Letters: s tokens of a sample, b samples of a micro-batch, h hidden, e bytes of an activation, A micro-batches of a
 step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample.
@@ -292,10 +292,23 @@ def _activations(
 
 def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
     """All-to-alls around every attention, there and back: queries, keys and values to head shards, and the output to
-    token shards. A key head goes to all ranks that have queries for it."""
+    token shards. A key head goes to all ranks that have queries for it. In a ring keys and values pass every rank, and
+    in the backward pass their gradients, too, in fp32."""
     model_config, p = config.model, config.parallel
     if p.context == 1:
         return []
+    if p.is_ring:
+        numbers = 2 * count_tokens(config) * model_config.key_value_heads // p.tensor * model_config.head_width
+        rounds = (p.context - 1) * held.blocks * count_micro_batches(config, data)
+        key_bytes, key_calls = numbers * count_element_bytes(config), (3 if p.recompute == "full" else 2) * rounds
+        return [
+            term
+            for collective in ("send", "receive")
+            for term in (
+                Term("keys, values", "context", collective, key_bytes, key_calls),
+                Term("their gradients", "context", collective, numbers * FP32, rounds),
+            )
+        ]
     q, key_width = model_config.heads // p.tensor, lcm(model_config.key_value_heads // p.tensor, p.context)
     head_bytes = count_tokens(config) * model_config.head_width * count_element_bytes(config)
     passes = (3 if p.recompute == "full" else 2) * held.blocks * count_micro_batches(config, data)

@@ -94,7 +94,7 @@ def list_block_work(
     core_flops, core_bytes = 4 * count_attended(config, z, number), z.e * z.N * (2 * z.q + 2 * z.k)
     attention_core = Operation("attention", ATTENTION, core_flops, core_bytes)
     yield attention_core
-    if is_full or is_selective:
+    if is_full or (is_selective and not config.parallel.is_ring):
         yield replace(attention_core, when=AGAIN)
     yield replace(attention_core, flops=2.5 * core_flops, bytes=2 * core_bytes, kernels=3, when=BACKWARD)
     yield from _elementwise(config, z, fused)
@@ -103,14 +103,14 @@ def list_block_work(
 def count_attended(config: RunConfig, z: ShapeSizes, number: int) -> float:
     """Pairs of tokens times heads times d in a causal model, in block `number`: with a window its queries see fewer
     keys."""
-    attended = z.samples * z.length**2 / 2 * z.heads * config.model.head_width
+    attended = z.N * z.length / 2 * z.q
     return attended * keys_seen(z.length, config.model.window_of(number)) / keys_seen(z.length, None)
 
 
 def count_score_work(z: ShapeSizes) -> Operation:
     """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
     product forward, the same again for the backward pass, and their gradients."""
-    return Operation("scores", MEMORY, 0, 20 * z.samples * z.heads * z.length**2 * z.e, kernels=12)
+    return Operation("scores", MEMORY, 0, 20 * z.scores * z.e, kernels=12)
 
 
 def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Operation]:
