@@ -19,6 +19,12 @@ def caps_logits(attention: str, device: str) -> bool:
     return attention in ("reference", "blocked") or (attention == "sdpa" and device == "cuda")
 
 
+def writes_scores(m: ModelConfig, segmented: bool) -> bool:
+    """Whether ring attention writes scores out, where a fused kernel that has a causal mask and nothing else does not
+    do. segmented: attention stays inside documents or pieces."""
+    return segmented or m.attention_softcap is not None or m.window is not None
+
+
 def find_impossible(
     m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig, train: TrainConfig
 ) -> Iterator[str]:

@@ -87,8 +87,9 @@ class ParallelConfig(Section):
     """The model's layout over ranks; data parallelism takes the rest of them.
 
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
-    if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline` is at most `model.layers`, and above
-    1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides `model.sequence_length` / `context`.
+    if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
+    is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
+    `model.sequence_length` / `context`.
     """
 
     tensor: PositiveInt = 1

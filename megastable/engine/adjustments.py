@@ -24,9 +24,10 @@ from megastable.parallel.topology import Topology
 class LogitClipping:
     """Measures the largest attention logit of every head in a step, and applies QK-clip after the update.
 
-    Each rank watches the heads that it computes: tensor and context parallelism share them out (a ring does not: there
-    it watches its own queries), pipeline stages have their blocks. One MAX all-reduce of [layers, heads] per update. Recomputed blocks are measured twice, which changes
-    nothing. threshold: of the logits, q k / sqrt(d); None: none, and no measurement.
+    Each rank watches the heads that it computes: tensor and context parallelism share them out (in a ring it has all
+    heads, and watches its own queries), pipeline stages have their blocks. One MAX all-reduce of [layers, heads] per
+    update. Recomputed blocks are measured twice, which changes nothing. threshold: of the logits, q k / sqrt(d); None:
+    none, and no measurement.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class LogitClipping:
         sharing_ranks, share = topology.layout.tensor, topology.tensor_rank
         if not ring:
             context_ranks = topology.layout.context
-            sharing_ranks, share = sharing_ranks * context_ranks, share * context_ranks + topology.context_rank
+            sharing_ranks, share = (
+                sharing_ranks * context_ranks,
+                share * context_ranks + topology.context_rank,
+            )
         own_heads = model.heads // sharing_ranks
         first_head = share * own_heads
         self._mine = slice(first_head, first_head + own_heads)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megastable.base.process import install_command
-from megastable.config.rules import caps_logits
+from megastable.config.rules import caps_logits, writes_scores
 from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Fp8
 from megastable.model.blocked import is_supported
@@ -40,6 +40,11 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
     elif reason := _no_attention(attention_core, config, device, dtype):
         fallback_notes.append(f"kernels.attention={attention_core}: {reason}; {best_core} is used")
         attention_core = best_core
+    if on_gpu and config.parallel.is_ring and writes_scores(config.model, config.segmented):
+        fallback_notes.append(
+            "parallel.context_by=ring: there is no fused kernel for documents, windows or caps in a ring; scores are "
+            "written out, which is slow"
+        )
     fp8_backend, fp8_notes = _fp8(config, device)
     fallback_notes += fp8_notes
     if is_compiled == "auto":

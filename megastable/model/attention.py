@@ -227,8 +227,9 @@ def _(
 class Places(NamedTuple):
     """Positions and documents of the tokens of a micro-batch; the same for all layers.
 
-    cos, sin: fp32, broadcastable to [s, b, 1, d / 2], s the tokens that this rank rotates. segments [b, s] where attention is restricted to documents;
-    documents: what the core prepared. keys: of dropout in both halves of the block, int64 [2, b], in training with it.
+    cos, sin: fp32, broadcastable to [s, b, 1, d / 2], s the tokens that this rank rotates. segments [b, s] where
+    attention is restricted to documents; documents: what the core prepared. keys: of dropout in both halves of the
+    block, int64 [2, b], in training with it.
     """
 
     cos: Tensor

@@ -196,7 +196,9 @@ def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Ca
 
 CORES: dict[str, Core] = {
     "reference": Core(reference_attention, fused=False),
-    "plain": Core(plain_attention, fused=False),  # in place of another one that computes wrong numbers: see NumericsSwitch
+    "plain": Core(
+        plain_attention, fused=False
+    ),  # in place of another one that computes wrong numbers: see NumericsSwitch
     "sdpa": Core(sdpa_attention, _sdpa_mask),
     "blocked": Core(blocked_attention),
     "te": Core(te_attention),

@@ -28,7 +28,7 @@ ELEMENTS = 2**24  # scores that are written out at a time: 64 MiB in fp32
 FUSED_WIDTH = 256  # widest head of FlashAttention-2's kernels, which want multiples of 8
 
 
-class Product(NamedTuple):
+class ChunkProduct(NamedTuple):
     """Queries of own chunk `query` against keys of chunk `key` of the rank whose turn it is, each 0 or 1.
 
     first_query, first_key: positions of their first tokens. causal: they are the same chunk. cut: the window ends
@@ -45,7 +45,7 @@ class Product(NamedTuple):
 
 def list_products(
     length: int, ranks: int, rank: int, source: int, window: int | None = None
-) -> list[Product]:
+) -> list[ChunkProduct]:
     """What `rank` multiplies when it has the keys of rank `source`: what a causal mask and the window leave.
 
     Of every query's products that with its own chunk is the first, in which it sees at least itself.
@@ -59,7 +59,7 @@ def list_products(
                 continue
             is_cut = window is not None and farthest >= window
             products.append(
-                Product(query, key, own_chunk[0], other_chunk[0], own_chunk == other_chunk, is_cut)
+                ChunkProduct(query, key, own_chunk[0], other_chunk[0], own_chunk == other_chunk, is_cut)
             )
     return products
 
@@ -81,7 +81,9 @@ def _logits(q: Tensor, k: Tensor, allowed: Tensor, scores: AttentionScores) -> t
     return z.masked_fill_(~allowed, -math.inf), slopes
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: AttentionScores
+) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone: [b, q, m, d], and the log-sum-exp of the logits, [b, q, m]; 0 and -inf where none
     is allowed. Written out."""
     z, _ = _logits(q, k, allowed, scores)
@@ -129,9 +131,10 @@ def _flash_backward(
         return dq, dk.unflatten(1, (keys, groups)).sum(2), dv.unflatten(1, (keys, groups)).sum(2)
     of_gpu: Any = aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, of dropout
+    lengths = None, None, q.shape[2], k.shape[2]
     dq, dk, dv = of_gpu(
-        dy, q, k, v, y, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0], scale=scale
-    )  # fmt: skip
+        dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, unused, unused[:0], scale=scale
+    )
     return dq, dk, dv
 
 
@@ -142,7 +145,10 @@ class _Pass:
         self, q: Tensor, segments: Tensor | None, group: str, fused: bool, scores: AttentionScores
     ) -> None:
         self.group = _resolve_process_group(group)  # type: ignore[arg-type]
-        self.rank, self.size = torch.distributed.get_rank(self.group), torch.distributed.get_world_size(self.group)
+        self.rank, self.size = (
+            torch.distributed.get_rank(self.group),
+            torch.distributed.get_world_size(self.group),
+        )
         self.chunk, self.segments, self.scores = q.shape[2] // 2, segments, scores
         self.wide = torch.promote_types(q.dtype, torch.float32)
         has_kernel = q.device.type == "cpu" or (
@@ -153,7 +159,7 @@ class _Pass:
         self.dtype = q.dtype if self.fused and q.device.type != "cpu" else self.wide
         self.scale = scores.score_factor(q.shape[3])
 
-    def list_products(self, source: int) -> list[Product]:
+    def list_products(self, source: int) -> list[ChunkProduct]:
         length = 2 * self.chunk * self.size
         return list_products(length, self.size, self.rank, source, self.scores.window)
 
@@ -161,7 +167,7 @@ class _Pass:
         """A chunk of x [b, heads, 2 m, ...]."""
         return x[:, :, which * self.chunk : (which + 1) * self.chunk]
 
-    def split_queries(self, product: Product, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def split_queries(self, product: ChunkProduct, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Parts of a chunk's queries, and which keys they see: bool [b or 1, 1, 1, part, n]."""
         at_a_time = max(1, ELEMENTS // (q.shape[0] * q.shape[1] * self.chunk))
         key_positions = torch.arange(product.first_key, product.first_key + self.chunk, device=q.device)
@@ -175,10 +181,10 @@ class _Pass:
                 )
             yield part, allowed[:, None, None]
 
-    def is_fused(self, product: Product) -> bool:
+    def is_fused(self, product: ChunkProduct) -> bool:
         return self.fused and not product.cut
 
-    def attend(self, product: Product, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, product: ChunkProduct, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_fused(product):
             return _flash(q, k, v, product.causal, self.scale)
         q, k, v = (x.to(self.wide) for x in (q, k, v))
@@ -187,25 +193,26 @@ class _Pass:
         y, lse = (torch.cat(of, 2) for of in zip(*parts, strict=True))
         return y, lse
 
-    def find_highest(self, product: Product, q: Tensor, k: Tensor) -> Tensor:
+    def find_highest(self, product: ChunkProduct, q: Tensor, k: Tensor) -> Tensor:
         """The largest logit of every head before a cap, [q]."""
         split, uncapped = self.split_queries(product, q), self.scores._replace(cap=None)
         parts = [
-            _logits(q[:, :, part], k, allowed, uncapped)[0].amax((0, 3, 4)).flatten() for part, allowed in split
+            _logits(q[:, :, part], k, allowed, uncapped)[0].amax((0, 3, 4)).flatten()
+            for part, allowed in split
         ]
         return torch.stack(parts).amax(0)
 
     def attend_backward(
-        self, product: Product, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+        self, product: ChunkProduct, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.is_fused(product):
             return _flash_backward(dy, q, k, v, y, lse, product.causal, self.scale)
         dy, q, k, v, y = (x.to(self.wide) for x in (dy, q, k, v, y))
         shift, dk, dv, dq_parts = (dy * y).sum(-1), torch.zeros_like(k), torch.zeros_like(v), []
         for part, allowed in self.split_queries(product, q):
-            of_rows = (x[:, :, part] for x in (lse, shift))
+            part_gradient, part_queries, part_lse, part_shift = (x[:, :, part] for x in (dy, q, lse, shift))
             dq, dk_part, dv_part = _attend_backward(
-                dy[:, :, part], q[:, :, part], k, v, *of_rows, allowed, self.scores
+                part_gradient, part_queries, k, v, part_lse, part_shift, allowed, self.scores
             )
             dq_parts.append(dq)
             dk.add_(dk_part)
@@ -337,7 +344,7 @@ def _gradients(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 _op.register_autograd(_gradients, setup_context=_save)
 
 
-class _Eager(torch.autograd.Function):
+class _EagerRing(torch.autograd.Function):
     """The same without the custom operators, in which no mode sees the messages (benchmarks/scaling.py)."""
 
     forward = staticmethod(_forward)
@@ -372,7 +379,7 @@ def ring_attention(
         [b, q, s / ranks, d], contiguous as [s / ranks, b, q, d].
     """
     scores = scores.within_length(q.shape[2] * cp.size)
-    run = _op if torch.compiler.is_compiling() else _Eager.apply
+    run = _op if torch.compiler.is_compiling() else _EagerRing.apply
     y, _, found = run(q, k, v, segments, cp.group.group_name, fused, highest is not None, *scores)
     if highest is not None:
         torch.maximum(highest, found, out=highest)

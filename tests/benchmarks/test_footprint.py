@@ -75,7 +75,9 @@ def test_watched_formula_holds(shape: dict[str, Any]) -> None:
     x = torch.randn(m.sequence_length, config.train.micro_batch, m.hidden).to(dtype)
 
     def look() -> None:
-        for entropy, highest, _ in attention_chunks(*block.queries_and_keys(x)[:2], None, block.attention.scores):
+        for entropy, highest, _ in attention_chunks(
+            *block.queries_and_keys(x)[:2], None, block.attention.scores
+        ):
             assert entropy.shape == highest.shape
 
     assert activations.count_watched_bytes(config) == pytest.approx(

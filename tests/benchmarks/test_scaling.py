@@ -138,6 +138,19 @@ def test_context_parallelism_exchanges_tokens_for_heads(
     assert not [t for t in terms(config(), data=8) if t.group == "context"]
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
+def test_a_ring_sends_keys_and_values_round_and_their_gradients_in_fp32(recompute: str, passes: int) -> None:
+    """arXiv:2310.01889: to all ranks but the first, which has them; three heads divide over no ranks."""
+    c = config(
+        context=4, context_by="ring", recompute=recompute, model={"heads": 6, "kv_heads": 3, "head_dim": 8}
+    )
+    found = [t for t in terms(c, data=8) if t.group == "context"]
+    numbers, rounds = 2 * 3 * 8 * (2 * 32 // 4), 3 * 8 * 16
+    sent = numbers * rounds * (2 * passes + 4)
+    assert sum(t.total for t in found) == 2 * sent  # and received
+    assert ring(found, 4, "context") == sent
+
+
 # Real steps
 
 
@@ -158,6 +171,7 @@ def test_context_parallelism_exchanges_tokens_for_heads(
         "PP2xDP3 tied",
         "TP2xPP2 AGC",
         "DP4xCP2 by worker",
+        "CP4 ring fp32 full",
         "Stable-SPAM DP2 fp16",
         "Adafactor TP2xDP2 ZeRO 3",
         "Muon DP3 ZeRO 3 fp32",

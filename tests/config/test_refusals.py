@@ -24,6 +24,8 @@ REFUSED = [
     ("parallel.pipeline=2 parallel.zero=3", "parallel.zero=3|use parallel.zero=1 or parallel.pipeline=1"),
     ("parallel.zero=0", "parallel.zero=0|use parallel.zero=1"),
     ("parallel.context=4 parallel.tensor=2", "parallel.context=4|parallel.tensor=2|model.heads=12|change one"),
+    ("parallel.context=2 parallel.context_by=ring model.sequence_length=2050",
+     "parallel.context_by=ring|parallel.context=2|model.sequence_length=2050|change one"),
     ("parallel.context=4 model.sequence_length=2050", "parallel.context=4|model.sequence_length=2050|change one"),
     ("parallel.context=2 parallel.sequence=true parallel.tensor=2 model.sequence_length=2050",
      "parallel.tensor=2|model.sequence_length=2050 / parallel.context=2|change one"),

@@ -122,10 +122,7 @@ def test_loader_parts_of_a_context_group_are_its_samples(
     for group in range(groups):
         place = {"micro_batch": micro_batch, "data_size": groups, "data_rank": group}
         whole = load(source, 2, cursor, apart=apart, **place)
-        ranks = [
-            load(source, 2, cursor, apart=apart, **place, tokens=own_tokens)
-            for own_tokens in places
-        ]
+        ranks = [load(source, 2, cursor, apart=apart, **place, tokens=own_tokens) for own_tokens in places]
         for number, step in enumerate(whole):
             for parts, batch in zip(
                 zip(*(steps[number].micro_batches for steps in ranks), strict=True),

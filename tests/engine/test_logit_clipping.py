@@ -22,7 +22,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "dp2-bf16": ({"precision": "bf16"}, "sdpa"),
     "zero3-selective": ({"zero": 3, "recompute": "selective"}, "sdpa"),
     "context2-documents": ({"context": 2, "apart": True}, "sdpa"),
-    "ring2-documents-full": ({"context": 2, "context_by": "ring", "apart": True, "recompute": "full"}, "sdpa"),
+    "ring2-documents-full": (
+        {"context": 2, "context_by": "ring", "apart": True, "recompute": "full"},
+        "sdpa",
+    ),
 }
 
 

@@ -57,7 +57,10 @@ S, B, H, SHARE, SEED = 16, 3, 24, 0.25, 1234
 
 def factors(positions: torch.Tensor, place: int = 3, seed: int = SEED, share: float = SHARE) -> torch.Tensor:
     return drop_elements(
-        torch.ones(S, len(positions), H), keys_at_places(keys_of_samples(positions, seed), place)[0], share, [range(S)]
+        torch.ones(S, len(positions), H),
+        keys_at_places(keys_of_samples(positions, seed), place)[0],
+        share,
+        [range(S)],
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megastable.model.kernels import FULL, AttentionScores
-from megastable.model.ring import Product, list_products, ring_attention
+from megastable.model.ring import ChunkProduct, list_products, ring_attention
 from megastable.parallel.layout import cut_ranges, find_own_tokens
 from megastable.parallel.topology import ContextParallel
 from tests.distributed import run_ranks
@@ -109,7 +109,9 @@ def test_ring_attention_is_attention(ranks: int) -> None:
             mask = (mask & (given.segments[:, :, None] == given.segments[:, None]))[:, None]
         y = plain(q, k, v, mask, case.scores)
         wanted = [y.detach(), *torch.autograd.grad(y, (q, k, v), given.dy.double())]
-        for what, exact, parts in zip("y q k v".split(), wanted, zip(*(rank[name] for rank in found), strict=False)):
+        for what, exact, parts in zip(
+            "y q k v".split(), wanted, zip(*(rank[name] for rank in found), strict=False)
+        ):
             got = join_tokens(list(parts))
             assert got.dtype == case.dtype
             error = (got.double() - exact).abs().max() / exact.abs().max()
@@ -117,7 +119,9 @@ def test_ring_attention_is_attention(ranks: int) -> None:
         logits = q.detach() @ k.detach().repeat_interleave(case.heads[0] // case.heads[1], 1).mT
         logits = (logits * case.scores.score_factor(D)).masked_fill(~mask, -torch.inf)
         highest = torch.stack([rank[name][-1] for rank in found]).amax(0)
-        torch.testing.assert_close(highest, logits.amax((0, 2, 3)).float(), rtol=1e-2 if "bf16" in name else 1e-5, atol=0)
+        torch.testing.assert_close(
+            highest, logits.amax((0, 2, 3)).float(), rtol=1e-2 if "bf16" in name else 1e-5, atol=0
+        )
 
 
 def twice_and_compiled(names: list[str]) -> bool:
@@ -127,7 +131,10 @@ def twice_and_compiled(names: list[str]) -> bool:
     from megastable.model import ring
 
     first, again = (attend_in_ring(names, ring.ELEMENTS) for _ in range(2))
-    plain_ring, compiled = ring.ring_attention, torch.compile(ring_attention, backend="aot_eager", fullgraph=True)
+    plain_ring, compiled = (
+        ring.ring_attention,
+        torch.compile(ring_attention, backend="aot_eager", fullgraph=True),
+    )
     globals()["ring_attention"] = compiled
     in_graph = attend_in_ring(names, ring.ELEMENTS)
     globals()["ring_attention"] = plain_ring
@@ -144,7 +151,7 @@ def test_ring_attention_has_the_same_bits_again_and_compiled() -> None:
 
 
 def test_all_ranks_have_the_same_work_in_every_round() -> None:
-    """Chunk pairs, of which those on the diagonal are a half: two in every round. All pairs that a mask leaves, once."""
+    """Pairs of chunks, of which those on the diagonal are a half: two a round. All that a mask leaves, once."""
     for ranks in (2, 3, 4, 8):
         length, pairs = 2 * ranks, set()
         for rank, source in itertools.product(range(ranks), repeat=2):
@@ -156,16 +163,16 @@ def test_all_ranks_have_the_same_work_in_every_round() -> None:
 
 def test_products_beyond_the_window_are_left_out_and_those_it_cuts_are_marked() -> None:
     # 8 tokens, chunks of 2: rank 0 has 0, 1, 6, 7, rank 1 has 2 to 5.
-    assert list_products(8, 2, 0, 1, window=3) == [Product(1, 1, 6, 4, False, True)]
+    assert list_products(8, 2, 0, 1, window=3) == [ChunkProduct(1, 1, 6, 4, False, True)]
     assert list_products(8, 2, 0, 1, window=4) == [
-        Product(1, 1, 6, 4, False, False), Product(1, 0, 6, 2, False, True)
+        ChunkProduct(1, 1, 6, 4, False, False), ChunkProduct(1, 0, 6, 2, False, True)
     ]  # fmt: skip
     assert list_products(8, 2, 0, 1, window=6) == [
-        Product(1, 1, 6, 4, False, False), Product(1, 0, 6, 2, False, False)
+        ChunkProduct(1, 1, 6, 4, False, False), ChunkProduct(1, 0, 6, 2, False, False)
     ]  # fmt: skip
-    assert list_products(8, 2, 1, 0, window=2) == [Product(0, 0, 2, 0, False, True)]
+    assert list_products(8, 2, 1, 0, window=2) == [ChunkProduct(0, 0, 2, 0, False, True)]
     own = list_products(8, 2, 0, 0, window=1)
-    assert own == [Product(0, 0, 0, 0, True, True), Product(1, 1, 6, 6, True, True)]
+    assert own == [ChunkProduct(0, 0, 0, 0, True, True), ChunkProduct(1, 1, 6, 6, True, True)]
 
 
 def test_every_token_has_one_rank_and_shards_of_a_rank_are_its_tokens_in_order() -> None:

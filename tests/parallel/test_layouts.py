@@ -234,7 +234,7 @@ def compare(world: int, options: dict[str, Any], precision: str) -> None:
         assert rank["samples"] == ranks[0]["samples"]
         assert rank["final"] == ranks[0]["final"]
     if precision == "fp32" and not growing:
-        # Of the first batch sample by sample, also as an evaluation, which drops nothing, tells them where it was asked.
+        # Of the first batch sample by sample, also as an evaluation, which drops nothing, tells them if it was asked.
         was_asked = c.parallel.context > 1
         for samples in ranks[0]["samples"][was_asked and c.model.dropout > 0 : 1 + was_asked]:
             assert samples == pytest.approx(first_losses(c.model, apart, batch), rel=1e-5)

@@ -98,12 +98,34 @@ def test_a_weight_is_cast_once_a_step(zero: int) -> None:
 # Communication
 
 
+def test_a_ring_hides_its_messages_behind_the_products_of_all_rounds_but_the_last() -> None:
+    ring = {"context": 4, "context_by": "ring"}
+    free_seconds = timed(config(**ring), 4, cluster=free()).parts["attention"]
+
+    def exposed(rate: float) -> tuple[float, float]:
+        """Of a step with this link inside a host, in GB/s: seconds exposed, and of all messages."""
+        link = free().host.model_copy(update={"gb_per_second": rate, "latency_us": 0})
+        found = timed(config(**ring), 4, cluster=free().model_copy(update={"host": link}))
+        return found.parts["context"], next(t.seconds for t in found.traffic if t.group == "context")
+
+    slow, moving = exposed(0.1)
+    assert moving > free_seconds and slow == pytest.approx(moving - free_seconds * 3 / 4)
+    assert exposed(1e4)[0] == 0
+
+
+def test_a_ring_between_hosts_has_one_card() -> None:
+    link = find_crossing("context", Layout(tensor=1, data=16, context=16), H100)
+    assert (link.hosts, link.together) == (2, 8)
+    assert link.count_seconds("send", 1e9, 16) == 1e9 / link.own > link.count_seconds("all-gather", 1e9, 16)
+
+
 LAYOUTS = [
     ({"tensor": 8, "sequence": True}, 4),
     ({"tensor": 2, "pipeline": 2, "recompute": "full"}, 4),
     ({"zero": 3}, 16),
     ({"zero": 2, "tensor": 4}, 2),
     ({"context": 4}, 8),
+    ({"context": 4, "context_by": "ring"}, 8),
 ]
 
 

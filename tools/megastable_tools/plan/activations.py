@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from megastable.config.rules import writes_scores
 from megastable.config.tree import RunConfig
 from megastable_tools.plan.volume import count_element_bytes
 
@@ -290,18 +291,16 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     return [SavedOperation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
 
 
-def writes_scores(config: RunConfig) -> bool:
-    """Whether a ring writes (some) scores out, in parts: its fused kernels have a causal mask and nothing else."""
-    m = config.model
-    return config.segmented or m.attention_softcap is not None or m.window is not None
-
-
 def _ring(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, queries: Saved) -> SavedOperation:
     """model/ring.py, recomputed or not: its output is the next layer's input. On a CPU, and where scores are written
     out, everything is cast to fp32."""
-    is_written = kernels.attention == "reference" or writes_scores(config)
+    is_written = kernels.attention == "reference" or writes_scores(config.model, config.segmented)
     is_wide = (is_written or not kernels.gpu) and z.e < FP32
-    saved = queries, Saved("rotated keys", z.N * z.k, z.e), Saved("logsumexp", z.samples * z.heads * z.queries, FP32)
+    saved = (
+        queries,
+        Saved("rotated keys", z.N * z.k, z.e),
+        Saved("logsumexp", z.samples * z.heads * z.queries, FP32),
+    )
     pair, head_count = 2 * z.N * z.k, z.N * z.q  # keys and values; queries
     # Keys and values, and those that come; gradients of these: this rank's, those that leave, come, and are computed.
     held_bytes = 2 * pair * z.e + 4 * pair * FP32 + FP32 * head_count + z.e * (head_count + pair)

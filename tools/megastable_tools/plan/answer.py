@@ -424,7 +424,8 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
         "overrides": list_overrides(c, base),
         "layout": {
             "gpus": lay.world, "tensor": lay.tensor, "pipeline": lay.pipeline, "data": lay.data,
-            "context": lay.context, "context_by": c.parallel.context_by, "sequence": c.parallel.sequence, "zero": c.parallel.zero,
+            "context": lay.context, "context_by": c.parallel.context_by,
+            "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
             "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,

@@ -4,9 +4,9 @@
     for plan in found.plans:                                # those that fit, fastest first
         print(plan.time.seconds, overrides(plan.config, config))
 
-The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, by exchange and
-by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It prunes
-what cannot be better: a ring that writes its scores out,
+The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, by exchange
+and by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It
+prunes what cannot be better: a ring that writes its scores out,
 a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
 parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
 models its fewer messages are faster).
@@ -26,12 +26,12 @@ from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
+from megastable.config.rules import writes_scores
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import find_misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume
-from megastable_tools.plan.activations import writes_scores
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.memory import Device, Footprint, list_footprints, read_zero_section
 from megastable_tools.plan.time import StepTime, step_time
@@ -62,7 +62,16 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
         p = config.parallel
-        layout_axes = p.tensor, p.pipeline, p.context, p.context_by, p.sequence, p.zero, p.recompute, p.keep_gathered
+        layout_axes = (
+            p.tensor,
+            p.pipeline,
+            p.context,
+            p.context_by,
+            p.sequence,
+            p.zero,
+            p.recompute,
+            p.keep_gathered,
+        )
         return cls(*layout_axes, config.train.micro_batch, config.precision.fp8)
 
 
@@ -256,6 +265,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
     model_config, batch = config.model, gcd(*config.batches.values)
+    is_written = writes_scores(model_config, config.segmented)
     zero_stages, problems = list[int](), list[ConfigError]()
     for zero in ZERO:
         try:
@@ -275,7 +285,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                 micro_batches = list_divisors(batch // (data_ranks // context_ranks))
                 ways = [config.parallel.context_by]
                 if context_ranks > 1:
-                    ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not writes_scores(config)]
+                    ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
                     if apply_choice(config, Choice(*layout_axes, "full", False, 1, None)) is not None:
@@ -328,7 +338,12 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
-        [own._replace(context=n, context_by=way) for n in list_divisors(gpus) if n > own.context for way in CONTEXT_BY],
+        [
+            own._replace(context=n, context_by=way)
+            for n in list_divisors(gpus)
+            if n > own.context
+            for way in CONTEXT_BY
+        ],
     ]
     fitting_plans: list[LayoutPlan] = []
     for layout_choices in choice_lists:

@@ -23,11 +23,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megastable.base.errors import ConfigError
+from megastable.config.rules import writes_scores
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume, work
-from megastable_tools.plan.activations import shape_sizes_of, writes_scores
+from megastable_tools.plan.activations import shape_sizes_of
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.work import Operation
 
@@ -301,7 +302,9 @@ class _Prediction:
                 self.config, self.sizes, kind.eight, self.fused, kind.like, self.micro_batches
             )
             block_operations = list(blocks)
-            if self.others.scores or (self.config.parallel.is_ring and writes_scores(self.config)):
+            if self.others.scores or (
+                self.config.parallel.is_ring and writes_scores(self.config.model, self.config.segmented)
+            ):
                 block_operations.append(work.count_score_work(self.sizes))
             self._blocks[kind] = [
                 (block_operation, self._seconds(block_operation)) for block_operation in block_operations
@@ -371,7 +374,11 @@ class _Prediction:
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
             is_inside = term.group in ("tensor", "context", "pipeline") and self.members[term.group] > 1
-            if is_inside and term.collective != "receive" and (term.group, term.collective) != ("pipeline", "broadcast"):
+            if (
+                is_inside
+                and term.collective != "receive"
+                and (term.group, term.collective) != ("pipeline", "broadcast")
+            ):
                 terms_by_group[term.group].append(term)
         time_lines, n = [], self.micro_batches
         for group_name, terms in terms_by_group.items():
@@ -477,7 +484,10 @@ class Crossing:
 
     def count_seconds(self, collective: str, sent: float, ranks: int) -> float:
         """Seconds for `sent` bytes that leave each of `ranks` ranks. An all-to-all is not a ring: data for other hosts
-        goes over the network, each rank with its own card, and the rest inside the host at the same time."""
+        goes over the network, each rank with its own card, and the rest inside the host at the same time. What a rank
+        sends to one other goes over its own card, too."""
+        if collective == "send":
+            return sent / min(self.own, self.inside)
         if collective == "all-to-all" and self.hosts > 1:
             far_bytes = sent * (ranks - self.together) / (ranks - 1)
             return max(far_bytes / self.own, (sent - far_bytes) / self.inside)

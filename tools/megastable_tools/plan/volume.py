@@ -298,9 +298,14 @@ def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
     if p.context == 1:
         return []
     if p.is_ring:
-        numbers = 2 * count_tokens(config) * model_config.key_value_heads // p.tensor * model_config.head_width
+        numbers = (
+            2 * count_tokens(config) * model_config.key_value_heads // p.tensor * model_config.head_width
+        )
         rounds = (p.context - 1) * held.blocks * count_micro_batches(config, data)
-        key_bytes, key_calls = numbers * count_element_bytes(config), (3 if p.recompute == "full" else 2) * rounds
+        key_bytes, key_calls = (
+            numbers * count_element_bytes(config),
+            (3 if p.recompute == "full" else 2) * rounds,
+        )
         return [
             term
             for collective in ("send", "receive")
