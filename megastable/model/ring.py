@@ -132,9 +132,7 @@ def _flash_backward(
     of_gpu: Any = aten._scaled_dot_product_flash_attention_backward
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, of dropout
     lengths = None, None, q.shape[2], k.shape[2]
-    dq, dk, dv = of_gpu(
-        dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, unused, unused[:0], scale=scale
-    )
+    dq, dk, dv = of_gpu(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, unused, unused, scale=scale)
     return dq, dk, dv
 
 

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megastable.model import ring
 from megastable.model.kernels import FULL, AttentionScores
 from megastable.model.ring import ChunkProduct, list_products, ring_attention
 from megastable.parallel.layout import cut_ranges, find_own_tokens
@@ -68,8 +70,6 @@ def attend_in_ring(names: list[str], parts: int) -> dict[str, Any]:
     """y, the gradients of q, k and v, and the largest logits, of this rank's tokens. parts: scores at a time."""
     import torch.distributed as dist
 
-    from megastable.model import ring
-
     ring.ELEMENTS = parts
     ranks, rank = dist.get_world_size(), dist.get_rank()
     cp, results = ContextParallel(dist.group.WORLD, ranks, rank, True), {}
@@ -128,8 +128,6 @@ def twice_and_compiled(names: list[str]) -> bool:
     """Whether a ring gives the same bits again, and in a compiled graph, forward and backward."""
     import torch.distributed as dist
 
-    from megastable.model import ring
-
     first, again = (attend_in_ring(names, ring.ELEMENTS) for _ in range(2))
     plain_ring, compiled = (
         ring.ring_attention,
@@ -148,6 +146,16 @@ def twice_and_compiled(names: list[str]) -> bool:
 @pytest.mark.slow
 def test_ring_attention_has_the_same_bits_again_and_compiled() -> None:
     assert run_ranks(2, twice_and_compiled, ["flash, fp32", "all of it, fp32"]) == [True, True]
+
+
+def test_the_kernel_of_gpus_takes_these_arguments() -> None:
+    """By torch's own description of its shapes: nothing is computed."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(B, heads, 16, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+        y, lse = ring._flash(q, k, v, True, 0.125)
+        assert (y.shape, y.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+        gradients = ring._flash_backward(y, q, k, v, y, lse, True, 0.125)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
 def test_all_ranks_have_the_same_work_in_every_round() -> None:
