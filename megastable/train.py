@@ -24,7 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megastable.base import activity
-from megastable.base.collectives import run_on_first
+from megastable.base.collectives import combine_answers, run_on_first
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
 from megastable.base.hardware import describe_software
 from megastable.config.tree import RunConfig
@@ -54,13 +54,13 @@ class Trainer:
     state: where the run stands.
     """
 
+    @combine_answers()
     def __init__(self, start: Start, stop: StopRequest, heart: Heartbeat) -> None:
         c, order = start.config, start.order
         self.config, self.run, self.log, self.stop, self.heart = c, start.run, start.log, stop, heart
         self.order, self.engine = order, start.engine
         self.checkpoints, self.state = start.checkpoints, start.state
         self.stopping = False
-        run_on_first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         with ExitStack() as closing:
             peak, source = find_peak(c, self.engine)
             self.log.say_line(introduce_run(c, self.engine, self.run.root, peak, source))
@@ -76,6 +76,7 @@ class Trainer:
             self.evaluation = Evaluation.for_run(
                 self.engine, order.corpora.held_out, c.train, start.layout.samples, start.make_whole_loader
             )
+            run_on_first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
             run_on_first(heart.skips.begin_to_read)
             loader = start.make_loader(order.source, order.select_samples(), self.state.cursor)
             closing.callback(loader.close)

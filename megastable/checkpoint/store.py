@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Validat
 
 from megastable import __version__
 from megastable.base import durable
-from megastable.base.collectives import gather_objects, run_on_first
+from megastable.base.collectives import run_on_all, run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.base.text import make_visible
 from megastable.checkpoint.files import FORMAT, FileRecord, hash_file
@@ -486,19 +486,17 @@ def newest_good(
         return [path.name for path in newest_first(folder)]
 
     rejected: dict[str, str] = {}
+    rank_of_world = dist.get_rank(), dist.get_world_size()
     for checkpoint_name in run_on_first(list_names):
         if quarantined and checkpoint_name in quarantined:
             rejected[checkpoint_name] = quarantined[checkpoint_name]
             continue
-        problem = ""
         try:
-            verify_checkpoint(folder / checkpoint_name, dist.get_rank(), dist.get_world_size())
+            run_on_all(lambda path=folder / checkpoint_name: verify_checkpoint(path, *rank_of_world))  # type: ignore[misc]
         except CheckpointError as error:
-            problem = str(error)
-        problem = next(filter(None, gather_objects(problem)), "")
-        if not problem:
+            rejected[checkpoint_name] = str(error)
+        else:
             return folder / checkpoint_name, rejected
-        rejected[checkpoint_name] = problem
     return None, rejected
 
 

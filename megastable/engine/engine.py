@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import activity
-from megastable.base.collectives import find_differing_ranks, gather_objects, mark_collective
+from megastable.base.collectives import find_difference, gather_objects, mark_collective
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
@@ -70,10 +70,10 @@ class Engine:
         m = config.model
         assert m.vocab_size is not None
         self.kernels = choose_kernels(config, self.device)
-        if other_ranks := find_differing_ranks(self.kernels):
+        if difference := find_difference({"kernels": self.kernels}):
             raise mark_collective(
                 ConfigError(
-                    f"kernels: ranks {other_ranks} would use other kernels than rank 0, and copies of weights would "
+                    f"kernels: ranks {difference[1]} would use other kernels than rank 0, and copies of weights would "
                     "drift apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )

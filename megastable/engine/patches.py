@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import Work, distributed_c10d
 
 from megastable.base import activity
-from megastable.base.collectives import gather_objects
+from megastable.base.collectives import find_least
 from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
@@ -134,7 +134,7 @@ def report_activities(engine: Any) -> None:
 
     world: Any = distributed_c10d._get_default_group()
     count = world._get_sequence_number_for_group()
-    activity.set_exchanged(count - min(gather_objects(count)))  # it tries its links when it is built
+    activity.set_exchanged(count - find_least([count])[0])  # it tries its links when it is built
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 

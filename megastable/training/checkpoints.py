@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megastable.base.collectives import mark_collective, run_on_all, run_on_first
+from megastable.base.collectives import combine_answers, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.held_points import PartFolder, find_interrupted_rewind
@@ -92,6 +92,7 @@ class Checkpoints:
 
     # Starting
 
+    @combine_answers()
     def find_newest_good(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
         """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
         deferred since then: such a one is taken only if there is no other good one."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megastable
-from megastable.base.collectives import mark_collective, run_on_all, run_on_first
+from megastable.base.collectives import combine_answers, mark_collective, run_on_first
 from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
@@ -52,6 +52,9 @@ from megastable.training.live_changes import LiveChanges
 from megastable.training.memory_copies import Restoring
 from megastable.training.startup import verify_held_out
 
+# The folder of a checkpoint or point, its state, where it was ("checkpoint" or "memory"), and the rounding of its state.
+ResumedFrom = tuple[Path, store.RunState, str, dict[str, float]]
+
 
 class Start:
     """The start of a rank's training, complete when built.
@@ -65,9 +68,11 @@ class Start:
         world, rank, p = dist.get_world_size(), dist.get_rank(), config.parallel
         self.config, self.run, self.heart = config, run, heart
         self.log = RunLog(run, partial(print, flush=True), active=rank == 0)
-        self.order = DataOrder(config, run, corpora, self.log, heart.strict)
-        verify_held_out(run, corpora.held_out)
-        changed = run_on_first(lambda: run.compare_recipe(config))
+        with combine_answers():
+            self.order = DataOrder(config, run, corpora, self.log, heart.strict)
+            verify_held_out(run, corpora.held_out)
+            changed = run_on_first(lambda: run.compare_recipe(config))
+            self.lineage = run_on_first(lambda: secrets.token_hex(8))
         data = deepspeed_json.size_of_data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)
         self.topology = Topology(self.layout, rank, config.run.timeout)
@@ -81,7 +86,6 @@ class Start:
             self.engine, lambda corpora: self.make_whole_loader(corpora.train, batch), config.checkpoint.vitals.probes,
             self.log,
         )  # fmt: skip
-        self.lineage = run_on_first(lambda: secrets.token_hex(8))
         self.checkpoints = Checkpoints(
             config, self.engine, run, self.log, heart.enter_phase, self.freeze_recipe,
             lambda step: self.probes.measure_vitals(self.order.corpora, step), self.lineage,
@@ -104,15 +108,18 @@ class Start:
                 "python": platform.python_version(),
             },
         )
-        self._resume()
-        self.changes = LiveChanges(config, run, self.engine, self.log, heart.changes)
-        self.changes.follow_recipe(changed, self.state.step)
-        self.order.follow_blend(self.state)
-        self.skips = self.order.select_samples()
-        run_on_first(lambda: run.freeze_recipe(config, self.order.corpora.fingerprints, self.ds_config))
-        self._say(changed)
+        resumed_from = self._resume()
+        with combine_answers():
+            if resumed_from is not None:
+                self._resumed(*resumed_from)
+            self.changes = LiveChanges(config, run, self.engine, self.log, heart.changes)
+            self.changes.follow_recipe(changed, self.state.step)
+            self.order.follow_blend(self.state)
+            self.skips = self.order.select_samples()
+            run_on_first(lambda: run.freeze_recipe(config, self.order.corpora.fingerprints, self.ds_config))
+            self._say(changed)
 
-    def _resume(self) -> None:
+    def _resume(self) -> ResumedFrom | None:
         """Resume from the newest point in the hosts' memories, or from the newest good checkpoint of the run directory,
         if there is one."""
         data_order, run_checkpoints = self.order, self.checkpoints
@@ -122,8 +129,8 @@ class Start:
             memory_restore = Restoring(*parts)
             run_checkpoints.settle_leftovers()
             newest_step, bad_steps = run_checkpoints.list_standing()
-            if self._from_memory(memory_restore, newest_step, bad_steps):
-                return
+            if (restored_point := self._from_memory(memory_restore, newest_step, bad_steps)) is not None:
+                return restored_point
         while True:
             newest_good = run_checkpoints.find_newest_good(
                 lambda saved: bool(data_order.exchanged_since(saved))
@@ -131,8 +138,8 @@ class Start:
             if memory_restore is not None and newest_good is not None and run_checkpoints.rejected:
                 # A point may be newer than the checkpoint before one that is no good.
                 older_step, (_, bad_steps) = store.step_of(newest_good), run_checkpoints.list_standing()
-                if self._from_memory(memory_restore, older_step, bad_steps):
-                    return
+                if (restored_point := self._from_memory(memory_restore, older_step, bad_steps)) is not None:
+                    return restored_point
             if newest_good is None and memory_restore is not None and memory_restore.spoilt:
                 raise mark_collective(
                     CheckpointError(
@@ -143,17 +150,18 @@ class Start:
                 stability = self.config.stability
                 for text in lint_recipe(self.config) if stability.enabled and stability.signs.enabled else ():
                     self.log.emit_event(Warned(step=0, text=text, sign="recipe"), say=f"WARNING: {text}")
-                return
-            saved_state = run_on_all(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
-            if (later_exchanges := data_order.exchanged_since(saved_state)) is None:
-                data_order.accept_another(saved_state, newest_good)
+                return None
+            with combine_answers():
+                saved_state = run_on_first(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
+                if (later_exchanges := data_order.exchanged_since(saved_state)) is None:
+                    data_order.accept_another(saved_state, newest_good)
+                self._compute_as_saved(saved_state)
             run_checkpoints.load_into_engine(newest_good, saved_state, self.state.layout)
-            self._compute_as_saved(saved_state)
             if run_checkpoints.prove_loaded_state(newest_good, saved_state):
                 break
         if later_exchanges:
             data_order.undo_exchanges(later_exchanges, saved_state, newest_good)
-        self._resumed(newest_good, saved_state, "checkpoint", run_checkpoints.changes)
+        return newest_good, saved_state, "checkpoint", run_checkpoints.changes
 
     def _compute_as_saved(self, saved: store.RunState) -> None:
         """Compute without the kernels that the run has left, and with the changes that the checkpoint was trained with:
@@ -178,17 +186,18 @@ class Start:
         left_kinds = engine_numerics.kinds_of(guard_memory.guard.policy.kernels)
         engine_numerics.switch_to(replace(engine_numerics.now, plain=left_kinds))
 
-    def _from_memory(self, memory: Restoring, newer_than: int, quarantined: list[int]) -> bool:
+    def _from_memory(
+        self, memory: Restoring, newer_than: int, quarantined: list[int]
+    ) -> ResumedFrom | None:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
         restored_point = memory.restore_newest(newer_than, quarantined, self.state.layout)
         if restored_point is None:
-            return False
+            return None
         self.restored, self.unwritten = memory.restored, restored_point[0] / RECORDS
         for rejected_name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.run.checkpoints / rejected_name)
         self._compute_as_saved(restored_point[1])
-        self._resumed(*restored_point, "memory", {})
-        return True
+        return *restored_point, "memory", {}
 
     def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.

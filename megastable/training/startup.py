@@ -16,7 +16,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megastable.base import durable
-from megastable.base.collectives import find_differing_ranks, mark_collective, run_on_all, run_on_first
+from megastable.base.collectives import find_difference, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import ConfigError
 from megastable.base.process import SAME, STOPS, release_stops
 from megastable.config import deepspeed_json
@@ -114,13 +114,12 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
         "recipe": resolved_config.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
         "data.corpora": opened_corpora.order_fingerprint, "validation data": json.dumps(opened_corpora.held_out.names),
     }  # fmt: skip
-    for view_name, view_value in rank_view.items():
-        if other_ranks := find_differing_ranks(view_value):
-            raise mark_collective(
-                ConfigError(
-                    f"{view_name}: ranks {other_ranks} see another one than rank 0: make them the same on all hosts"
-                )
+    if difference := find_difference(rank_view):
+        raise mark_collective(
+            ConfigError(
+                "{}: ranks {} see another one than rank 0: make them the same on all hosts".format(*difference)
             )
+        )
     return resolved_config, opened_corpora
 
 
