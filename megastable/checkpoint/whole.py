@@ -26,10 +26,9 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
-from megastable.model.gpt import GPT
+from megastable.model.gpt import outline_model
 from megastable.optim.build import is_interchangeable
 from megastable.parallel.sharding import Fragment, Placement, cut_shard, join_shards, placement_of
-from megastable.parallel.topology import TensorParallel
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade
@@ -47,10 +46,8 @@ class Described:
 
 def describe_parameters(config: ModelConfig) -> dict[str, Described]:
     """Every parameter of a model by its name, in the model's order; no memory is taken. `vocab_size` must be known."""
-    with torch.device("meta"):
-        meta_model = GPT(config, TensorParallel(), recompute="none", seed=0)
     described_parameters = {}
-    for module_name, parameter in meta_model.named_parameters():
+    for module_name, parameter in outline_model(config).named_parameters():
         placement, layer = placement_of(parameter), int(module_name.partition(".")[0])
         described_parameters[placement.name] = Described(tuple(parameter.shape), placement, layer)
     return described_parameters

@@ -115,7 +115,8 @@ class Engine:
         self._probing = self._segmented = False
         self.measures_update = False  # whether the coming update's size is measured, for `collect_statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
-        self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
+        outline = self.ds.module if layout.pipeline == 1 else gpt.outline_model(m)
+        self.probe = Probe(self.ds.module, outline, topology, self.tp, self.device, self.fp8)
         self.trends = TrendProbe(self.probe)
         self.measured: Measured | None = None
         self.applied = False

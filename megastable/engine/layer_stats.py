@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megastable.base.collectives import gather_objects
 from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.controller import Fp8
 from megastable.fp8.scale_factors import SLOTS
@@ -132,11 +130,15 @@ class BlockHooks:
 
 
 class Probe(BlockHooks):
-    """The probe of this rank's part of the model. Built, and `collect_statistics`ed, on all ranks together."""
+    """The probe of this rank's part of the model. Built, and `collect_statistics`ed, on all ranks together.
+
+    outline: the whole model, for its names. parameter_names: of all its parameters, in the model's order.
+    """
 
     def __init__(
         self,
         module: nn.Module,
+        outline: nn.Module,
         topology: Topology,
         tp: TensorParallel,
         device: torch.device,
@@ -146,11 +148,9 @@ class Probe(BlockHooks):
         blocks = [part for part in module.modules() if isinstance(part, Block)]
         # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
         self.counts_activations = topology.tensor_rank == 0 or tp.sequence
-        own_names = [placement_of(p).name for p in module.parameters()], [b.name for b in blocks]
-        parameter_names, block_names = zip(*gather_objects(own_names), strict=True)
-        # Ranks are numbered stage by stage: this is the order of the model.
-        row_names = dict.fromkeys(chain(*parameter_names, *block_names))
-        super().__init__(blocks, LayerTally(list(row_names), device))
+        self.parameter_names = list(dict.fromkeys(placement_of(p).name for p in outline.parameters()))
+        block_names = [part.name for part in outline.modules() if isinstance(part, Block)]
+        super().__init__(blocks, LayerTally([*self.parameter_names, *block_names], device))
 
     def watch_step(self) -> None:
         """Watch the coming step: the output and the attention of every block."""

@@ -15,7 +15,6 @@ the state. If the replay is finite, that is all it reports: recovery/ finds the 
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -178,7 +177,7 @@ def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) 
 
     micro_batches: those of the refused step; weights and moments must be unchanged since.
     """
-    host_names = gather_objects(socket.gethostname())
+    host_names = engine.topology.hosts
     poison_by_rank = gather_objects(_poison(engine))
     if any(poison_by_rank):
         poisoned_parameters = _described(poison_by_rank)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megastable.base.collectives import gather_objects
 from megastable.base.text import ranks_on
 from megastable.run.events.stability_events import (
     GradientsDoubted,
@@ -49,11 +47,10 @@ class HardwareFault:
 
 
 class FaultLog:
-    """Names ranks and their hosts, and tells the journal what was found. Made by all ranks at once. hosts: of all."""
+    """Names ranks and their hosts, and tells the journal what was found. hosts: of all ranks, by rank."""
 
-    def __init__(self, log: RunLog) -> None:
-        self.hosts: list[str] = gather_objects(socket.gethostname())
-        self._log = log
+    def __init__(self, log: RunLog, hosts: list[str]) -> None:
+        self._log, self.hosts = log, hosts
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         return ranks_on(ranks, self.hosts)

@@ -46,7 +46,7 @@ class HardwareWatch:
     ) -> None:
         c = config.stability
         self._on, self._phase = c.enabled, phase
-        fault_log = FaultLog(log)
+        fault_log = FaultLog(log, engine.topology.hosts)
         found_faults, replayed_faults = run_on_first(
             lambda: read_counts(run.iterate_events(*FOUND), fault_log.hosts)
         )

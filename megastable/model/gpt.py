@@ -447,3 +447,9 @@ class GPT(nn.Sequential):
         embedding = self[0]
         assert isinstance(embedding, VocabParallelEmbedding)
         return then(self.readout.make_features(embedding, x))
+
+
+def outline_model(config: ModelConfig) -> GPT:
+    """The whole model without memory for its weights, for names, shapes and placements of its parameters."""
+    with torch.device("meta"):
+        return GPT(config, TensorParallel(), recompute="none", seed=None)

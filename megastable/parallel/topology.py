@@ -9,21 +9,27 @@ special case.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megastable.base.collectives import gather_objects
 from megastable.parallel.layout import Layout, find_own_tokens
 
 
 class Topology:
-    """This rank's coordinates in a `Layout`, with its process groups. Collective: all ranks build it alike."""
+    """This rank's coordinates in a `Layout`, with its process groups. Collective: all ranks build it alike.
+
+    hosts: the name of every rank's host, by rank.
+    """
 
     def __init__(self, layout: Layout, rank: int, timeout: float) -> None:
         self.layout = layout
         self.rank = rank
+        self.hosts: list[str] = gather_objects(socket.gethostname())
         self.stage, self.data_rank, self.tensor_rank = layout.coordinates_of(rank)
         self.sample_rank, self.context_rank = divmod(self.data_rank, layout.context)
         # A new group does not inherit the world's timeout.

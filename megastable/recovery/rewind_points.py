@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -155,11 +154,13 @@ class Points:
 
     def _changed(self, snapshot: Snapshot) -> str:
         """Where memory holds other bytes than were copied into it: the end of a sentence; empty if nowhere."""
-        everyone = gather_objects((self.ring.is_intact(snapshot), socket.gethostname()))
-        bad_ranks = [(rank, host) for rank, (is_intact, host) in enumerate(everyone) if not is_intact]
+        bad_ranks = [
+            rank for rank, is_intact in enumerate(gather_objects(self.ring.is_intact(snapshot))) if not is_intact
+        ]
         if not bad_ranks:
             return ""
-        told_ranks = ", ".join(f"rank {rank} on {host}" for rank, host in bad_ranks[:TOLD])
+        hosts = self.engine.topology.hosts
+        told_ranks = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in bad_ranks[:TOLD])
         more_text = f" and {len(bad_ranks) - TOLD} more" if len(bad_ranks) > TOLD else ""
         return f"has other bytes than were copied into it, in the memory of {told_ranks}{more_text}"
 

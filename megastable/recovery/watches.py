@@ -287,7 +287,7 @@ class TensorWatch(Watch):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._names = sorted(engine.flat_state().whole_parameters(engine.topology.layout.tensor))
+        self._names = sorted(engine.probe.parameter_names)
         self.state = TensorPaces()
         self._look: TensorLook | None = None
 

@@ -71,7 +71,7 @@ def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: 
     engine = engine_of(config_of(**KINDS[kind]))
     log = RunLog(RunDirectory(tmp_path), lambda _: None)
     engine.train_step(batches(0), 1e-3, lambda m: m.finite)
-    watch = StateWatch(True, engine, 1, FaultLog(log))
+    watch = StateWatch(True, engine, 1, FaultLog(log, engine.topology.hosts))
 
     def ballot() -> Ballot:
         return {watch.name: watch.ballot(0)}
