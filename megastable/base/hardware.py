@@ -105,6 +105,12 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
+def leads_host() -> bool:
+    """Whether this is the first rank of its host, by the launcher's environment: it reads for the others what all hosts
+    must see alike."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 PACKAGES = ("torch", "deepspeed", "transformer-engine", "flash-attn", "liger-kernel", "triton", "numpy")
 
 

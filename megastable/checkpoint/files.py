@@ -149,13 +149,25 @@ class TensorFile:
             self._file.close()
 
 
+def read_file(path: Path) -> tuple[Tensor, FileRecord]:
+    """The bytes of a file, uint8 [size], with its size and hash. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        content = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
+        unread_bytes = memoryview(content.numpy().data)
+        while byte_count := file.readinto(unread_bytes[:BLOCK]):
+            digest.update(unread_bytes[:byte_count])
+            unread_bytes = unread_bytes[byte_count:]
+    return content, FileRecord(size=len(content) - len(unread_bytes), xxh3=digest.hexdigest())
+
+
 def hash_file(path: Path, from_disk: bool = False) -> FileRecord:
     """Size and hash of a file. from_disk: bypass the file cache."""
     digest, file_size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         if from_disk:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        read_buffer = memoryview(bytearray(1 << 22))
+        read_buffer = memoryview(bytearray(BLOCK))
         while byte_count := file.readinto(read_buffer):
             digest.update(read_buffer[:byte_count])
             file_size += byte_count
@@ -184,14 +196,16 @@ class TensorEntry:
 
 
 class Reader:
-    """One file. entries: by name, in the header's order. Raises CheckpointError if it is damaged or truncated."""
+    """One file. entries: by name, in the header's order. content: its bytes, uint8 [size], if they are in memory.
+    Raises CheckpointError if it is damaged or truncated."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    def __init__(self, path: Path, content: Tensor | None = None) -> None:
+        self.path, self._content = path, content
+        if content is None:
+            try:
+                self._file = path.open("rb", buffering=0)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         self.entries = self._header()
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -220,6 +234,9 @@ class Reader:
         return tensor
 
     def _read(self, at: int, into: memoryview) -> None:
+        if self._content is not None:
+            into[:] = memoryview(self._content.numpy().data)[at : at + len(into)]
+            return
         bytes_read = 0
         while bytes_read < len(into):  # Linux reads no more than 2 GiB at once
             try:
@@ -231,7 +248,7 @@ class Reader:
             bytes_read += read_count
 
     def _header(self) -> dict[str, TensorEntry]:
-        file_size = os.fstat(self._file.fileno()).st_size
+        file_size = os.fstat(self._file.fileno()).st_size if self._content is None else len(self._content)
         if file_size < 8:
             raise self._damaged("it is too short")
         length_bytes = bytearray(8)
@@ -294,6 +311,11 @@ def part_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def random_name(rank: int) -> str:
+    """Name of the file with a rank's random states."""
+    return f"rng-{rank:05d}.pt"
+
+
 def entry_name(kind: str, name: str) -> str:
     """Name of a piece's tensor in the .safetensors file."""
     return f"{kind}/{name}"
@@ -352,6 +374,14 @@ class Pieces(BaseModel):
     kinds: tuple[str, ...]
     pieces: tuple[ShardPiece, ...]
 
+    @classmethod
+    def read(cls, path: Path, content: bytes) -> Self:
+        """Of the file `path`, which has these bytes. Raises CheckpointError."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+
     @property
     def finite(self) -> bool:
         return not any(s.nonfinite for piece in self.pieces for s in piece.statistics.values())
@@ -383,6 +413,6 @@ def skip_statistics(flat: Tensor) -> PieceStatistics:
 def read_pieces(path: Path) -> Pieces:
     """Read a rank's description. Raises CheckpointError."""
     try:
-        return Pieces.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+        return Pieces.read(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from None

@@ -20,7 +20,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megastable.base import durable
-from megastable.checkpoint.files import FileRecord, part_name
+from megastable.checkpoint.files import FileRecord, part_name, random_name
 from megastable.checkpoint.store import RECIPE, SHARED, STATE
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
@@ -84,7 +84,7 @@ class HeldPart(BaseModel):
 def names_of(rank: int) -> tuple[str, ...]:
     """The files that every rank has."""
     shared_names = (STATE, RECIPE) if rank == 0 else ()
-    return f"{part_name(rank)}.safetensors", f"{part_name(rank)}.json", f"rng-{rank:05d}.pt", *shared_names
+    return f"{part_name(rank)}.safetensors", f"{part_name(rank)}.json", random_name(rank), *shared_names
 
 
 def every_name(rank: int) -> tuple[str, ...]:

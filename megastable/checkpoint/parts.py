@@ -29,6 +29,7 @@ from megastable.checkpoint.files import (
     hash_file,
     measure_piece,
     part_name,
+    random_name,
     write_file,
 )
 from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey, newest_complete
@@ -96,7 +97,7 @@ def write_rank(
     file_records = {tensor_file.path.name: tensor_file.record}
     place = topology.rank, topology.stage, topology.tensor_rank
     description_records, all_finite = describe_part(folder, place, shard_pieces)
-    random_file = folder / f"rng-{topology.rank:05d}.pt"
+    random_file = folder / random_name(topology.rank)
     file_records |= description_records | {random_file.name: write_file(random_file, random)}
     if topology.rank == 0:
         shared_tensors = {

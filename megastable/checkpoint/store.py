@@ -7,6 +7,7 @@ newest one, replaced atomically. The only pickles are rng-*.pt, which are read w
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -25,10 +26,9 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Validat
 
 from megastable import __version__
 from megastable.base import durable
-from megastable.base.collectives import run_on_all, run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.base.text import make_visible
-from megastable.checkpoint.files import FORMAT, FileRecord, hash_file
+from megastable.checkpoint.files import FORMAT, FileRecord, hash_file, random_name
 from megastable.checkpoint.vitals import Vitals
 from megastable.config.model import ModelConfig
 from megastable.run import directory
@@ -257,13 +257,15 @@ def point_latest(folder: Path) -> None:
         log.warning("%s: %s", folder / LATEST, error)
 
 
-def restore_rng(checkpoint: Path) -> None:
-    """Set this rank's random states from a checkpoint, if it has some for this rank. Raises CheckpointError."""
-    rng_path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
-    if not rng_path.exists():
+def restore_rng(checkpoint: Path, content: bytes | None = None) -> None:
+    """Set this rank's random states from a checkpoint, if it has some for this rank. content: of the file, if it is in
+    memory. Raises CheckpointError."""
+    rng_path = checkpoint / random_name(dist.get_rank())
+    if content is None and not rng_path.exists():
         return
     try:
-        restore_random_states(torch.load(rng_path, map_location="cpu", weights_only=True))
+        file = rng_path if content is None else io.BytesIO(content)
+        restore_random_states(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # a malformed file makes torch raise anything
         raise CheckpointError(f"{rng_path}: no random states ({type(error).__name__})") from None
 
@@ -402,6 +404,25 @@ def list_problems(checkpoint: Path) -> list[str]:
 
 def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     contents = read_contents(checkpoint)
+    yield from _list_faults(checkpoint, contents)
+    # The largest first: the parts have about the same number of bytes.
+    by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
+    for file_name, _ in by_size[part::parts]:
+        if problem := explain_file(checkpoint, contents, file_name):
+            yield problem
+
+
+def check_contents(checkpoint: Path) -> Contents:
+    """The manifest of a checkpoint in which everything is right that can be seen without reading other files. Raises
+    CheckpointError."""
+    contents = read_contents(checkpoint)
+    for problem in _list_faults(checkpoint, contents):
+        raise CheckpointError(problem)
+    return contents
+
+
+def _list_faults(checkpoint: Path, contents: Contents) -> Iterator[str]:
+    """What is wrong with a manifest, and with the files beside it that it does not name."""
     if problem := _explain_other_step(checkpoint, contents):
         yield problem
     if not contents.finite:
@@ -415,33 +436,36 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     for file_name in present_names:
         if PARTS.fullmatch(file_name) and file_name not in contents.files:
             yield f"{checkpoint / file_name}: not in the manifest: of another checkpoint"
-    # The largest first: the ranks read about the same number of bytes.
-    by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
-    for file_name, file_record in by_size[part::parts]:
-        file_path = checkpoint / file_name
-        if "/" in file_name or "\0" in file_name or file_name in ("", ".", ".."):
-            yield f"{checkpoint / MANIFEST}: names {make_visible(file_name)!r}, which is not a file of a checkpoint"
-            continue
-        try:
-            file_stat = file_path.stat()
-            if not stat.S_ISREG(file_stat.st_mode):  # a pipe or device would never end
-                raise OSError("not a file")
-            file_size = file_stat.st_size
-            # With another size it may still be another file of this checkpoint.
-            is_known_size = any(file_size == other_record.size for other_record in contents.files.values())
-            own_record = hash_file(file_path) if is_known_size else None
-        except OSError as error:
-            yield f"{file_path}: {error.strerror or error}"
-            continue
-        if own_record == file_record:
-            continue
-        same_names = [other for other, other_record in contents.files.items() if other_record == own_record]
-        if same_names:
-            yield f"{file_path}: its checksum is that of {same_names[0]} in the manifest: swapped"
-        elif file_size != file_record.size:
-            yield f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
-        else:
-            yield f"{file_path}: its checksum is not the manifest's: damaged, or of another checkpoint"
+
+
+def explain_file(
+    checkpoint: Path, contents: Contents, file_name: str, read: Callable[[Path], FileRecord] = hash_file
+) -> str:
+    """What is wrong with a file that the manifest names; "" if it is as written. read: its size and hash; may raise
+    OSError."""
+    file_record, file_path = contents.files[file_name], checkpoint / file_name
+    if "/" in file_name or "\0" in file_name or file_name in ("", ".", ".."):
+        return (
+            f"{checkpoint / MANIFEST}: names {make_visible(file_name)!r}, which is not a file of a checkpoint"
+        )
+    try:
+        file_stat = file_path.stat()
+        if not stat.S_ISREG(file_stat.st_mode):  # a pipe or device would never end
+            raise OSError("not a file")
+        file_size = file_stat.st_size
+        # With another size it may still be another file of this checkpoint.
+        is_known_size = any(file_size == other_record.size for other_record in contents.files.values())
+        own_record = read(file_path) if is_known_size else None
+    except OSError as error:
+        return f"{file_path}: {error.strerror or error}"
+    if own_record == file_record:
+        return ""
+    same_names = [other for other, other_record in contents.files.items() if other_record == own_record]
+    if same_names:
+        return f"{file_path}: its checksum is that of {same_names[0]} in the manifest: swapped"
+    if file_size != file_record.size:
+        return f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
+    return f"{file_path}: its checksum is not the manifest's: damaged, or of another checkpoint"
 
 
 def _explain_other_step(checkpoint: Path, contents: Contents) -> str:
@@ -468,36 +492,6 @@ def check_sizes(checkpoint: Path) -> Contents:
                 f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
             )
     return contents
-
-
-def newest_good(
-    folder: Path, quarantined: Mapping[str, str] | None = None
-) -> tuple[Path | None, dict[str, str]]:
-    """(the newest checkpoint that verifies, newer ones that do not, with the reason). Ranks share the reading.
-
-    quarantined: names that do not count, with the reason; the same on all ranks.
-    """
-
-    def list_names() -> list[str]:
-        try:
-            bring_back(folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-        return [path.name for path in newest_first(folder)]
-
-    rejected: dict[str, str] = {}
-    rank_of_world = dist.get_rank(), dist.get_world_size()
-    for checkpoint_name in run_on_first(list_names):
-        if quarantined and checkpoint_name in quarantined:
-            rejected[checkpoint_name] = quarantined[checkpoint_name]
-            continue
-        try:
-            run_on_all(lambda path=folder / checkpoint_name: verify_checkpoint(path, *rank_of_world))  # type: ignore[misc]
-        except CheckpointError as error:
-            rejected[checkpoint_name] = str(error)
-        else:
-            return folder / checkpoint_name, rejected
-    return None, rejected
 
 
 def bring_back(folder: Path) -> None:

@@ -8,6 +8,7 @@ DeepSpeed's universal checkpoint needs a conversion on disk for that, and suppor
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError
 from megastable.base.text import make_visible
 from megastable.checkpoint import store
-from megastable.checkpoint.files import Reader, ShardPiece, entry_name, read_pieces
+from megastable.checkpoint.files import Pieces, Reader, ShardPiece, TensorEntry, entry_name, read_pieces
 from megastable.checkpoint.store import RunState
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
@@ -33,6 +34,23 @@ from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade
 from megastable_guard.policy_state import PolicyState
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, end) of a tensor in a file of a checkpoint."""
+
+    file: str
+    entry: str
+    start: int
+    end: int
+
+    def check_entry(self, path: Path, held: TensorEntry | None) -> None:
+        """Raises CheckpointError unless the file `path` has these elements. held: what its header says."""
+        if held is None or held.kind != "F32" or len(held.shape) != 1 or held.shape[0] < self.end:
+            raise CheckpointError(
+                f"{path}: {make_visible(self.entry, 200)} is missing or of another shape: a part of another checkpoint"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,21 +117,24 @@ class WholeState:
     for unreadable files.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(
+        self, checkpoint: Path, parts: Mapping[str, Pieces] | None = None, partly: bool = False
+    ) -> None:
+        """parts: the descriptions of its parts by name, if they are known. partly: of some of them, which need not form
+        whole tensors."""
         self.checkpoint = checkpoint
-        parts_by_name = {
-            name: read_pieces(checkpoint / name) for name in store.read_contents(checkpoint).parts
-        }
-        if not any(part.pieces for part in parts_by_name.values()):
+        if parts is None:
+            parts = {name: read_pieces(checkpoint / name) for name in store.read_contents(checkpoint).parts}
+        if not partly and not any(part.pieces for part in parts.values()):
             raise CheckpointError(f"{checkpoint}: holds no weights")
-        held_kinds = {kind for part in parts_by_name.values() for kind in part.kinds}
-        if not held_kinds <= set(KINDS) or KINDS[0] not in held_kinds:
+        held_kinds = {kind for part in parts.values() for kind in part.kinds}
+        if not partly and (not held_kinds <= set(KINDS) or KINDS[0] not in held_kinds):
             raise CheckpointError(
                 f"{checkpoint}: its ranks hold {make_visible(sorted(held_kinds), 200)}: not parts of one checkpoint"
             )
         self.kinds = tuple(kind for kind in KINDS if kind in held_kinds)
         self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
-        for part_name, part in parts_by_name.items():
+        for part_name, part in parts.items():
             tensor_file = part_name.removesuffix(".json") + ".safetensors"
             for piece in part.pieces:
                 by_rank = self._held.setdefault(piece.name, {})
@@ -121,7 +142,8 @@ class WholeState:
         for name, by_rank in self._held.items():
             for rank_pieces in by_rank.values():
                 rank_pieces.sort(key=lambda item: item[1].start)
-            self._check(name)
+            if not partly:
+                self._check(name)
         self._files: dict[str, Reader] = {}
         self._last: tuple[tuple[str, str, int, int], Tensor] | None = None
 
@@ -146,7 +168,7 @@ class WholeState:
         if not shared_path.exists():
             return {}
         shared_reader = Reader(shared_path)
-        return {name: shared_reader.read_tensor(name) for name in shared_reader.entries}
+        return read_tensors(shared_reader)
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""
@@ -183,26 +205,59 @@ class WholeState:
 
     def read_tensor(self, name: str, kind: str) -> Tensor:
         """The whole tensor `name`."""
-        shape = self._any(name).shape
-        shards = [self._range(name, kind, r, 0, math.prod(shape)).view(shape) for r in sorted(self._of(name))]
-        return join_shards(shards, self.placement_of(name))
+        slices = self._plan_tensor(name, kind)
+        return self._join_tensor(name, [self._read(tensor_slice) for tensor_slice in slices])
 
     def read_range(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
         """`numel` elements from `start` of the flattened shard of `name` on tensor rank `rank` of `size`.
 
         If the checkpoint has as many tensor ranks, only those elements are read.
         """
-        any_piece = self._any(name)
-        if any_piece.dim is None:
-            return self._range(name, kind, 0, start, numel)
-        if len(self._of(name)) == size:
-            return self._range(name, kind, rank, start, numel)
-        shard_key = (name, kind, rank, size)
         # A shard is often requested in consecutive ranges.
-        if self._last is None or self._last[0] != shard_key:
-            own_shard = cut_shard(self.read_tensor(name, kind), any_piece.placement, rank, size)
-            self._last = (shard_key, own_shard.flatten())
+        shard_key = (name, kind, rank, size)
+        if self._is_cut_alike(name, size) or self._last is None or self._last[0] != shard_key:
+            slices = self.plan_range(name, kind, rank, size, start, numel)
+            read_slices = [self._read(range_slice) for range_slice in slices]
+            if self._is_cut_alike(name, size):
+                return _join(read_slices)
+            self._last = (shard_key, self._join_shard(name, rank, size, read_slices))
         return self._last[1][start : start + numel]
+
+    def plan_range(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> list[Slice]:
+        """What `read_range` reads: those elements, or the whole tensor where its shards were cut otherwise."""
+        if self._is_cut_alike(name, size):
+            shard_rank = 0 if self._any(name).dim is None else rank
+            return self._plan_shard(name, kind, shard_rank, start, numel)
+        return self._plan_tensor(name, kind)
+
+    def join_range(
+        self, name: str, rank: int, size: int, start: int, numel: int, read_slices: Sequence[Tensor]
+    ) -> Tensor:
+        """What `read_range` returns, of what `plan_range` planned."""
+        if self._is_cut_alike(name, size):
+            return _join(read_slices)
+        return self._join_shard(name, rank, size, read_slices)[start : start + numel]
+
+    def holds(self, fragments: Sequence[Fragment], rank: int, size: int) -> bool:
+        """Whether all elements of these fragments of tensor rank `rank` of `size` are there, in shards of that size."""
+        for f in fragments:
+            if f.name not in self._held or not self._is_cut_alike(f.name, size):
+                return False
+            if (self._any(f.name).placement, self._any(f.name).shape) != (f.placement, f.shape):
+                return False
+            shard_rank, end = 0 if f.dim is None else rank, f.start + f.numel
+            inside = [
+                (max(f.start, piece.start), min(end, piece.end))
+                for _, piece in self._of(f.name).get(shard_rank, ())
+                if piece.start < end and f.start < piece.end
+            ]
+            if [f.start, *(last for _, last in inside)] != [*(first for first, _ in inside), end]:
+                return False
+        return True
+
+    def _is_cut_alike(self, name: str, size: int) -> bool:
+        """Whether the shards of a parameter are those of `size` tensor ranks."""
+        return self._any(name).dim is None or len(self._of(name)) == size
 
     def files_of_range(self, name: str, rank: int, size: int, start: int, numel: int) -> set[str]:
         """The files that `read_range` opens for these elements."""
@@ -241,25 +296,45 @@ class WholeState:
                 "missing, duplicated or of another one"
             )
 
-    def _range(self, name: str, kind: str, rank: int, start: int, numel: int) -> Tensor:
+    def _plan_shard(self, name: str, kind: str, rank: int, start: int, numel: int) -> list[Slice]:
         """Elements of the flattened shard of one tensor rank of the checkpoint."""
-        found_slices = []
+        slices = []
         for tensor_file, piece in self._of(name)[rank]:
             first, end = max(start, piece.start) - piece.start, min(start + numel, piece.end) - piece.start
             if first < end:
-                found_slices.append(self._slice(tensor_file, entry_name(kind, name), first, end))
-        return found_slices[0] if len(found_slices) == 1 else torch.cat(found_slices)
+                slices.append(Slice(tensor_file, entry_name(kind, name), first, end))
+        return slices
 
-    def _slice(self, file: str, entry: str, start: int, end: int) -> Tensor:
-        if file not in self._files:
-            self._files[file] = Reader(self.checkpoint / file)
-        there = self._files[file]
-        held = there.entries.get(entry)
-        if held is None or held.kind != "F32" or len(held.shape) != 1 or held.shape[0] < end:
-            raise CheckpointError(
-                f"{there.path}: {make_visible(entry, 200)} is missing or of another shape: a part of another checkpoint"
-            )
-        return there.read_range(entry, start, end)
+    def _plan_tensor(self, name: str, kind: str) -> list[Slice]:
+        """All elements of a parameter, shard by shard."""
+        elements = math.prod(self._any(name).shape)
+        return [s for rank in sorted(self._of(name)) for s in self._plan_shard(name, kind, rank, 0, elements)]
+
+    def _join_tensor(self, name: str, read_slices: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, of what `_plan_tensor` planned."""
+        shards = _join(read_slices).view(len(self._of(name)), *self._any(name).shape)
+        return join_shards(list(shards), self.placement_of(name))
+
+    def _join_shard(self, name: str, rank: int, size: int, read_slices: Sequence[Tensor]) -> Tensor:
+        """The flattened shard of tensor rank `rank` of `size`, of the whole tensor's slices."""
+        whole_tensor = self._join_tensor(name, read_slices)
+        return cut_shard(whole_tensor, self.placement_of(name), rank, size).flatten()
+
+    def _read(self, of: Slice) -> Tensor:
+        if of.file not in self._files:
+            self._files[of.file] = Reader(self.checkpoint / of.file)
+        reader = self._files[of.file]
+        of.check_entry(reader.path, reader.entries.get(of.entry))
+        return reader.read_range(of.entry, of.start, of.end)
+
+
+def _join(read_slices: Sequence[Tensor]) -> Tensor:
+    return read_slices[0] if len(read_slices) == 1 else torch.cat(list(read_slices))
+
+
+def read_tensors(reader: Reader) -> dict[str, Tensor]:
+    """All tensors of a file, by name. Raises CheckpointError."""
+    return {name: reader.read_tensor(name) for name in reader.entries}
 
 
 def _described(piece: ShardPiece) -> tuple[object, ...]:
@@ -274,7 +349,7 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
     Every rank reads the ranges that it holds, one tensor in memory at a time. Not collective: a single rank may fail
     with CheckpointError. Once all agree, `engine.refresh_weights()` updates the low-precision weights.
     """
-    check_model(checkpoint, engine.config.model)
+    check_model(checkpoint, engine.config.model, store.read_contents(checkpoint))
     check_optimizer(checkpoint, state, engine.config.optimizer.name)
     whole_state, topology = WholeState(checkpoint), engine.topology
     whole_state.check_fits(engine.config.model)
@@ -284,8 +359,14 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
             fragment.name, kind, topology.tensor_rank, topology.layout.tensor, fragment.start, fragment.numel
         )
 
-    engine.flat_state().fill_from(read, whole_state.adam_step)
-    engine.restore_shared_state(whole_state.shared)
+    engine.flat_state().fill_from(read, state.adam_step)
+    restore_rest(engine, state, whole_state.shared)
+
+
+def restore_rest(engine: Any, state: RunState, shared: dict[str, Tensor]) -> None:
+    """Give an engine what a checkpoint holds besides weights and moments. shared: the optimizer's shared state. Raises
+    CheckpointError."""
+    engine.restore_shared_state(shared)
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
     engine.restore_fp8_history(state.fp8)
@@ -302,9 +383,9 @@ def check_optimizer(checkpoint: Path, state: RunState, name: str) -> None:
         )
 
 
-def check_model(checkpoint: Path, model: ModelConfig) -> None:
-    """Raises CheckpointError, with the differences, if the weights are of another model."""
-    if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
+def check_model(checkpoint: Path, model: ModelConfig, contents: store.Contents) -> None:
+    """Raises CheckpointError, with the differences, if the weights are of another model. contents: the manifest."""
+    if contents.fingerprints.get("model") == store.model_fingerprint(model):
         return
     checkpoint_model = recipe.load_recipe(checkpoint / store.RECIPE).model.model_dump()
     differing_keys = [

@@ -34,6 +34,7 @@ from megastable.data.order import BLOCK, Order, OrderedCorpus, blend_quotas
 from megastable.data.samples import Source
 
 SPLIT = "validation"
+Manifests = dict[Path, Manifest]  # by folder
 Int64s = npt.NDArray[np.int64]
 
 
@@ -83,13 +84,14 @@ class CorpusSamples:
 
 def open_held_out(
     here: Mapping[str, tuple[Path, Manifest]], out: Mapping[str, Share], blends: Sequence[Mapping[str, float]],
-    sequence_length: int, seed: int, eod: int,
+    sequence_length: int, seed: int, eod: int, known: Manifests,
 ) -> HeldOut:  # fmt: skip
-    """here: corpora of the recipe; out: those that were taken out of it; blends: weights by name, oldest first."""
+    """here: corpora of the recipe; out: those that were taken out of it; blends: weights by name, oldest first; known:
+    manifests that are not read again."""
     streams, problem_by_name = dict[str, Stream](), dict[str, str]()
     for name in [*here, *out]:
         try:
-            path, manifest = here[name] if name in here else open_share(out[name])
+            path, manifest = here[name] if name in here else open_share(out[name], known)
             # A split shorter than a sequence holds no sample.
             if manifest.count_tokens(SPLIT) > sequence_length:
                 streams[name] = Stream(path, manifest, SPLIT)
@@ -185,13 +187,20 @@ def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
     ]
 
 
-def open_share(share: Share) -> tuple[Path, Manifest]:
+def open_share(share: Share, known: Manifests) -> tuple[Path, Manifest]:
     """A corpus that was taken out of the blend. Raises DataError if it is not what it was."""
     corpus_path = find_recipe(Path(share.path))
-    manifest = Manifest.load_manifest(corpus_path)
+    manifest = _load(corpus_path, known)
     if manifest.fingerprint() != share.fingerprint:
         raise DataError(f"{corpus_path} has changed: restore it")
     return corpus_path, manifest
+
+
+def _load(folder: Path, known: Manifests) -> Manifest:
+    """The manifest of a folder, read if it is not known yet, and known from then on."""
+    if folder not in known:
+        known[folder] = Manifest.load_manifest(folder)
+    return known[folder]
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ class Corpora:
     """All corpora of a run.
 
     manifests: of the recipe's corpora; shares: the blend from now on, by the recipe; blends, exchanges: the lines of
-    blends.jsonl in force when `train` was opened.
+    blends.jsonl in force when `train` was opened; known: all manifests that were read, to open them again.
     """
 
     manifests: list[Manifest]
@@ -209,6 +218,7 @@ class Corpora:
     train: Source
     held_out: HeldOut
     vocab_size: int
+    known: Manifests
 
     @property
     def validation(self) -> Source | None:
@@ -259,21 +269,22 @@ class Corpora:
 
 def open_corpora(
     given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[Line] = (),
-    validation: Sequence[ValidationConfig] = (),
+    validation: Sequence[ValidationConfig] = (), known: Manifests | None = None,
 ) -> Corpora:  # fmt: skip
     """Open every corpus; no token data is read. blends: the lines of blends.jsonl of a run that has begun: they decide
     the order, and `given` only states what is wanted. validation: sets of samples in place of the corpora's own; the
-    order does not depend on them.
+    order does not depend on them. known: manifests that are not read again, by folder; those that are read are added.
 
     Raises ConfigError for an empty list or corpora with different tokenizers, DataError for damaged ones.
     """
+    known = {} if known is None else known
     if not given:
         raise ConfigError(
             "data.corpora is empty: name at least one prepared corpus, e.g. data.corpora=[{path: data/stdlib}]; "
             "megastable prepare makes them"
         )
     given = [corpus.model_copy(update={"path": find_recipe(corpus.path)}) for corpus in given]
-    manifests = [Manifest.load_manifest(corpus.path) for corpus in given]
+    manifests = [_load(corpus.path, known) for corpus in given]
     corpus_names = [manifest.name for manifest in manifests]
     if twice := next(
         (corpus_name for corpus_name in corpus_names if corpus_names.count(corpus_name) > 1), None
@@ -307,23 +318,24 @@ def open_corpora(
     train = Order(ordered_corpora, sequence_length, seed, phases=order_phases(valid), exchanges=exchanges)
     for share in out.values():
         try:
-            streams.append(Stream(*open_share(share), "train"))
+            streams.append(Stream(*open_share(share, known), "train"))
         except DataError as error:
             streams.append(GoneStream(share, str(error)))
     # The blend that the recipe asks for counts as the last one, also before blends.jsonl has a line for it.
     weights_by_blend = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
     if validation:
         set_paths = [find_recipe(given_set.path) for given_set in validation]
-        manifest_by_folder = {set_path: Manifest.load_manifest(set_path) for set_path in set_paths}
+        manifest_by_folder = {set_path: _load(set_path, known) for set_path in set_paths}
         for set_path, manifest in manifest_by_folder.items():
             _check_tokenizer("data.validation", set_path, manifest.tokenizer, given[0].path, tokenizer)
         trained = {known_share.fingerprint for known_share in known_shares}
         held_out = open_sets(validation, manifest_by_folder, trained, sequence_length, seed, tokenizer.eod)
     else:
-        held_out = open_held_out(here, out, weights_by_blend, sequence_length, seed, tokenizer.eod)
+        held_out = open_held_out(here, out, weights_by_blend, sequence_length, seed, tokenizer.eod, known)
     return Corpora(
-        manifests, shares, valid, moves, Source(train, streams, tokenizer.eod), held_out, tokenizer.vocab_size
-    )
+        manifests, shares, valid, moves, Source(train, streams, tokenizer.eod), held_out, tokenizer.vocab_size,
+        known,
+    )  # fmt: skip
 
 
 def _check_tokenizer(key: str, path: Path, its: TokenizerInfo, first: Path, tokenizer: TokenizerInfo) -> None:

@@ -155,7 +155,9 @@ class Points:
     def _changed(self, snapshot: Snapshot) -> str:
         """Where memory holds other bytes than were copied into it: the end of a sentence; empty if nowhere."""
         bad_ranks = [
-            rank for rank, is_intact in enumerate(gather_objects(self.ring.is_intact(snapshot))) if not is_intact
+            rank
+            for rank, is_intact in enumerate(gather_objects(self.ring.is_intact(snapshot)))
+            if not is_intact
         ]
         if not bad_ranks:
             return ""

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from megastable.base.collectives import combine_answers, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
+from megastable.checkpoint.files import random_name
 from megastable.checkpoint.held_points import PartFolder, find_interrupted_rewind
 from megastable.checkpoint.markers import StepsOnTrend
 from megastable.checkpoint.parts import recover_staged
 from megastable.checkpoint.saving import SaveOutcome, Saver
+from megastable.checkpoint.shared_reading import HeldFiles, load_shared, read_newest_good
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.vitals import (
     Vitals,
@@ -88,6 +90,9 @@ class Checkpoints:
         self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
         self._last_begun = time.monotonic()  # the last save, or these processes' training from one
         self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
+        self._held: HeldFiles | None = (
+            None  # what the ranks hold of the one that was found, until it is loaded
+        )
         self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 
     # Starting
@@ -101,19 +106,19 @@ class Checkpoints:
         unfit_names = bad_names | self._moved
         behind_names = run_on_first(lambda: self._of_which(has_read)) - unfit_names.keys()
         passed_names = unfit_names | dict.fromkeys(behind_names, "")
-        newest_good, rejected_names = store.newest_good(self.folder, passed_names)
+        self._held, rejected_names = read_newest_good(self.folder, passed_names)
         self.passed = behind_names & rejected_names.keys()
-        if newest_good is None and behind_names:
-            newest_good, damaged_names = store.newest_good(self.folder, unfit_names)
+        if self._held is None and behind_names:
+            self._held, damaged_names = read_newest_good(self.folder, unfit_names)
             rejected_names, self.passed = rejected_names | damaged_names, set()
         told_before = self.rejected
         self.rejected = {rejected_name: reason for rejected_name, reason in rejected_names.items() if reason}
         for name, reason in self.rejected.items() - told_before.items():
             rejected_event = CheckpointRejected(name=name, problem=reason)
             self.log.emit_event(rejected_event, say=f"passed over a damaged checkpoint: {reason}")
-        if newest_good is None and self.rejected:
+        if self._held is None and self.rejected:
             raise mark_collective(CheckpointError(self._nothing_left(bad_names)))
-        return newest_good
+        return None if self._held is None else self._held.folder
 
     def settle_leftovers(self) -> None:
         """Finish what the last process left undone: saves, and rewinds."""
@@ -181,9 +186,15 @@ class Checkpoints:
 
     def load_into_engine(self, found: Path, saved: RunState, layout: LayoutState) -> None:
         """Load weights, moments and random states of `found` into the engine, whatever layout wrote it."""
-        run_on_all(lambda: load_into(self.engine, found, saved))
+        held_files, self._held = self._held, None
+        if held_files is None or held_files.folder != found:
+            random_states = None
+            run_on_all(lambda: load_into(self.engine, found, saved))
+        else:
+            random_states = held_files.find_bytes(random_name(dist.get_rank()))
+            load_shared(self.engine, held_files, saved)
         self.engine.refresh_weights()
-        run_on_all(lambda: store.restore_rng(found))
+        run_on_all(lambda: store.restore_rng(found, random_states))
         if saved.layout != layout:
             self.log.emit_event(
                 Reshaped(old=vars(saved.layout), new=vars(layout)),

@@ -68,8 +68,10 @@ class DataOrder:
         return self.skipping.select_samples(self.source.order, self.strict)
 
     def _open(self, lines: list[Line]) -> Corpora:
-        c = self.config
-        return open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines, c.data.validation)
+        c, known_manifests = self.config, self.corpora.known
+        return open_corpora(
+            c.data.corpora, c.model.sequence_length, c.run.seed, lines, c.data.validation, known_manifests
+        )
 
     # Against the checkpoint's order
 

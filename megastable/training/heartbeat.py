@@ -35,11 +35,11 @@ SECONDS = 0.25  # seconds between polls of rank 0, and between its progress repo
 
 class WatchedFile:
     """A file that other processes add lines to. has_news: it has changed since it was last read. denials: it is news,
-    too, that this process may not read it."""
+    too, that this process may not read it. watched: this process looks at it at all."""
 
-    def __init__(self, path: Path, denials: bool = False) -> None:
+    def __init__(self, path: Path, denials: bool = False, watched: bool = True) -> None:
         self.path, self.denials, self.has_news = path, denials, False
-        self._read = self._state()
+        self._read = self._state() if watched else None
 
     def begin_to_read(self) -> None:
         """Call before reading it: later changes are news."""
@@ -77,7 +77,9 @@ class Heartbeat:
         self._over, self._news = False, threading.Event()
         self._dumped = 0
         self._pause = pause_of(world) if rank else SECONDS
-        self.skips, self.changes = WatchedFile(run.skips), WatchedFile(run.changes, denials=True)
+        self.skips, self.changes = (
+            WatchedFile(run.skips, watched=not rank), WatchedFile(run.changes, denials=True, watched=not rank)
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:

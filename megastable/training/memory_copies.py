@@ -390,7 +390,7 @@ class Restoring:
         """What may be refused while the engine is still untouched. Raises CheckpointError."""
         if self.order.exchanged_since(saved) != []:
             raise CheckpointError("the order of the data has changed since")
-        check_model(folder, self.engine.config.model)
+        check_model(folder, self.engine.config.model, store.read_contents(folder))
         check_optimizer(folder, saved, self.engine.config.optimizer.name)
 
     def _needed(self, folder: Path) -> set[str]:

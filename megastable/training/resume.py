@@ -52,7 +52,7 @@ from megastable.training.live_changes import LiveChanges
 from megastable.training.memory_copies import Restoring
 from megastable.training.startup import verify_held_out
 
-# The folder of a checkpoint or point, its state, where it was ("checkpoint" or "memory"), and the rounding of its state.
+# A folder, its state, what it is ("checkpoint", or a point in "memory"), and how far its state was rounded.
 ResumedFrom = tuple[Path, store.RunState, str, dict[str, float]]
 
 
@@ -186,9 +186,7 @@ class Start:
         left_kinds = engine_numerics.kinds_of(guard_memory.guard.policy.kernels)
         engine_numerics.switch_to(replace(engine_numerics.now, plain=left_kinds))
 
-    def _from_memory(
-        self, memory: Restoring, newer_than: int, quarantined: list[int]
-    ) -> ResumedFrom | None:
+    def _from_memory(self, memory: Restoring, newer_than: int, quarantined: list[int]) -> ResumedFrom | None:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
         restored_point = memory.restore_newest(newer_than, quarantined, self.state.layout)
         if restored_point is None:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from megastable.base import durable
 from megastable.base.collectives import find_difference, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import ConfigError
+from megastable.base.hardware import leads_host
 from megastable.base.process import SAME, STOPS, release_stops
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.data.blends import read_blends
-from megastable.data.corpora import Corpora, HeldOut, open_corpora
+from megastable.data.blends import Line, read_blends
+from megastable.data.corpora import Corpora, HeldOut, Manifests, open_corpora
 from megastable.data.shards import Shard
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
@@ -72,6 +73,8 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
         return made_run.root, token
 
     def see() -> None:
+        if not leads_host():
+            return
         try:
             own_text = (root / ".seen").read_text()
         except OSError:
@@ -90,15 +93,24 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
 
 
 def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
-    """Open the corpora, and add their vocabulary to the configuration. All ranks must see the same of both."""
+    """Open the corpora, and add their vocabulary to the configuration. All hosts must see the same of both: one rank of
+    each reads the manifests, the others take those of rank 0."""
+    data_config, sequence_length = config.data, config.model.sequence_length
 
-    def read() -> tuple[RunConfig, Corpora]:
+    def open_known(blends: list[Line], known: Manifests) -> Corpora:
+        wanted_corpora, seed = data_config.corpora, config.run.seed
+        return open_corpora(wanted_corpora, sequence_length, seed, blends, data_config.validation, known)
+
+    def read_first() -> tuple[list[Line], Manifests]:
         # A new run's directory does not exist yet.
         known_blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
-        data_config, sequence_length = config.data, config.model.sequence_length
-        opened_corpora = open_corpora(
-            data_config.corpora, sequence_length, config.run.seed, known_blends, data_config.validation
-        )
+        read_manifests: Manifests = {}
+        open_known(known_blends, read_manifests)
+        return known_blends, read_manifests
+
+    def open_here() -> tuple[RunConfig, Corpora]:
+        is_reading = leads_host() and dist.get_rank() > 0
+        opened_corpora = open_known(known_blends, {} if is_reading else first_manifests)
         vocab_size = config.model.vocab_size or opened_corpora.vocab_size
         if vocab_size < opened_corpora.vocab_size:
             raise ConfigError(
@@ -108,7 +120,8 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
         model_config = config.model.model_copy(update={"vocab_size": vocab_size})
         return config.model_copy(update={"model": model_config}), opened_corpora
 
-    resolved_config, opened_corpora = run_on_all(read)
+    known_blends, first_manifests = run_on_first(read_first)
+    resolved_config, opened_corpora = run_on_all(open_here)
     ds_config = deepspeed_json.build_deepspeed_json(resolved_config, dist.get_world_size())
     rank_view = {
         "recipe": resolved_config.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
@@ -117,7 +130,9 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
     if difference := find_difference(rank_view):
         raise mark_collective(
             ConfigError(
-                "{}: ranks {} see another one than rank 0: make them the same on all hosts".format(*difference)
+                "{}: ranks {} see another one than rank 0: make them the same on all hosts".format(
+                    *difference
+                )
             )
         )
     return resolved_config, opened_corpora

@@ -25,7 +25,11 @@ def count_start(config: RunConfig) -> dict[str, Any]:
     root = str(config.run.dir)
 
     def name_caller() -> str:
-        frames = [f for f in traceback.extract_stack()[:-2] if "/megastable/" in f.filename and "collectives.py" not in f.filename]
+        frames = [
+            f
+            for f in traceback.extract_stack()[:-2]
+            if "/megastable/" in f.filename and "collectives.py" not in f.filename
+        ]
         if "/deepspeed/" in traceback.extract_stack()[-3].filename:
             return "deepspeed"
         return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}:{frames[-1].name}" if frames else "?"
@@ -39,6 +43,7 @@ def count_start(config: RunConfig) -> dict[str, Any]:
     sys.addaudithook(note_open)
     real = {name: getattr(dist, name) for name in OBJECTS}
     for name, function in real.items():
+
         def counted(*arguments: Any, _name: str = name, _function: Any = function, **named: Any) -> Any:
             if counting[0]:
                 objects.append(f"{_name} {name_caller()}")

@@ -184,6 +184,7 @@ def with_its_own_data(data: Path, folder: Path) -> int:
     here = folder / f"host-{dist.get_rank()}"
     shutil.copytree(data, here / "data")
     os.chdir(here)  # the same paths on both hosts
+    os.environ["LOCAL_RANK"] = "0"
     local, run = Path("data"), folder / "run"
     if dist.get_rank() == 0:
         run.mkdir()

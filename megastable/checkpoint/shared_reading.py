@@ -1,0 +1,306 @@
+"""Read a checkpoint by all ranks together, every byte of it once.
+
+The files are shared out: in the layout that wrote them every rank reads its own part, else all ranks about equally many
+bytes. A rank hashes what it reads, compares it with the manifest, and keeps it until it is loaded. What another rank
+needs of it, it gets from there, over the network between the ranks and not from the file system that all of them share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.base import free_memory
+from megastable.base.collectives import find_least, gather_objects, run_on_all, run_on_first
+from megastable.base.errors import CheckpointError
+from megastable.base.hardware import ranks_of_host
+from megastable.checkpoint import store
+from megastable.checkpoint.files import (
+    FileRecord,
+    Pieces,
+    Reader,
+    TensorEntry,
+    hash_file,
+    part_name,
+    random_name,
+    read_file,
+)
+from megastable.checkpoint.store import Contents, RunState
+from megastable.checkpoint.whole import (
+    Slice,
+    WholeState,
+    check_model,
+    check_optimizer,
+    load_into,
+    read_tensors,
+    restore_rest,
+)
+from megastable.engine.flatstate import KINDS
+from megastable.parallel.sharding import Fragment
+
+PIECE = 1 << 26  # bytes of a message between two ranks
+ROUND = 1 << 28  # bytes that a rank receives at once
+SUFFIXES = (".json", ".safetensors")  # of a rank's part
+
+
+class HeldFiles:
+    """A verified checkpoint, of which this rank holds a part in memory.
+
+    contents: its manifest; holders: the rank that has read each file; own: what this rank has read, by name, uint8;
+    None where the ranks have no memory for it: then it is read again.
+    """
+
+    def __init__(
+        self, folder: Path, contents: Contents, holders: dict[str, int], own: dict[str, Tensor] | None
+    ):
+        self.folder, self.contents, self.holders, self.own = folder, contents, holders, own
+
+    def find_bytes(self, name: str) -> bytes | None:
+        """A file that this rank holds, if it does."""
+        return self.own[name].numpy().tobytes() if self.own and name in self.own else None
+
+    def share_file(self, name: str) -> bytes:
+        """A file, from the rank that holds it. Collective."""
+        content = [self.find_bytes(name)]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(content, src=self.holders[name])
+        assert content[0] is not None
+        return content[0]
+
+    def describe_parts(self, group: Any) -> tuple[dict[str, Pieces], dict[str, dict[str, TensorEntry]]]:
+        """The parts that the ranks of a group hold: descriptions, and what the files of tensors hold, by name.
+        Collective. Raises CheckpointError."""
+        held_files = self.own or {}
+
+        def describe() -> tuple[dict[str, bytes], dict[str, dict[str, TensorEntry]]]:
+            parts, tensor_files = (
+                self.contents.parts,
+                {name.replace(*SUFFIXES) for name in self.contents.parts},
+            )
+            return (
+                {name: held_files[name].numpy().tobytes() for name in held_files.keys() & set(parts)},
+                {
+                    name: Reader(self.folder / name, held_files[name]).entries
+                    for name in held_files.keys() & tensor_files
+                },
+            )
+
+        descriptions: dict[str, bytes] = {}
+        entries: dict[str, dict[str, TensorEntry]] = {}
+        for rank_descriptions, rank_entries in gather_objects(run_on_all(describe), group):
+            descriptions |= rank_descriptions
+            entries |= rank_entries
+        return run_on_all(
+            lambda: {n: Pieces.read(self.folder / n, descriptions[n]) for n in sorted(descriptions)}
+        ), entries
+
+
+def read_newest_good(
+    folder: Path, quarantined: Mapping[str, str] | None = None
+) -> tuple[HeldFiles | None, dict[str, str]]:
+    """(the newest checkpoint that verifies, newer ones that do not, with the reason). Collective.
+
+    quarantined: names that do not count, with the reason; the same on all ranks.
+    """
+
+    def list_names() -> list[str]:
+        try:
+            store.bring_back(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        return [path.name for path in store.newest_first(folder)]
+
+    rejected: dict[str, str] = {}
+    for checkpoint_name in run_on_first(list_names):
+        if quarantined and checkpoint_name in quarantined:
+            rejected[checkpoint_name] = quarantined[checkpoint_name]
+            continue
+        try:
+            return read_checkpoint(folder / checkpoint_name), rejected
+        except CheckpointError as error:
+            rejected[checkpoint_name] = str(error)
+    return None, rejected
+
+
+def read_checkpoint(folder: Path) -> HeldFiles:
+    """Read and verify all files of a checkpoint. Collective. Raises CheckpointError on all ranks where one differs from
+    the manifest or cannot be read."""
+    contents = run_on_first(lambda: store.check_contents(folder))
+    holders = assign_holders(contents, dist.get_world_size())
+    own_names = [name for name, rank in holders.items() if rank == dist.get_rank()]
+    own_bytes = sum(contents.files[name].size for name in own_names)
+    has_room = own_bytes * ranks_of_host() <= free_memory.SHARE * free_memory.free_bytes()
+    (all_have_room,) = find_least([has_room])
+    own_files: dict[str, Tensor] = {}
+
+    def read(path: Path) -> FileRecord:
+        if not all_have_room:
+            return hash_file(path)
+        own_files[path.name], file_record = read_file(path)
+        return file_record
+
+    def verify() -> None:
+        for name in own_names:
+            if problem := store.explain_file(folder, contents, name, read):
+                raise CheckpointError(problem)
+
+    run_on_all(verify)
+    return HeldFiles(folder, contents, holders, own_files if all_have_room else None)
+
+
+def assign_holders(contents: Contents, world: int) -> dict[str, int]:
+    """The rank of `world` that reads each file: its own random states, and its own part if as many ranks have written;
+    all other files, the largest first, go around all ranks."""
+    suffixes = SUFFIXES if len(contents.parts) == world else ()
+    own_files = {f"{part_name(rank)}{suffix}": rank for rank in range(world) for suffix in suffixes}
+    own_files |= {random_name(rank): rank for rank in range(world)}
+    by_size = sorted(contents.files, key=lambda name: (-contents.files[name].size, name))
+    others = [name for name in by_size if name not in own_files]
+    around = {name: place % world for place, name in enumerate(others)}
+    return {name: (own_files | around)[name] for name in by_size}
+
+
+def load_shared(engine: Any, held: HeldFiles, state: RunState) -> None:
+    """Load a checkpoint into an engine of any layout, as `load_into`, from what the ranks hold of it. Collective.
+    Raises CheckpointError."""
+    if held.own is None:
+        run_on_all(lambda: load_into(engine, held.folder, state))
+        return
+    shared_file = held.share_file(store.SHARED) if store.SHARED in held.contents.files else b""
+
+    def read_shared() -> dict[str, Tensor]:
+        content = torch.frombuffer(bytearray(shared_file), dtype=torch.uint8) if shared_file else None
+        return {} if content is None else read_tensors(Reader(held.folder / store.SHARED, content))
+
+    def check() -> None:
+        check_model(held.folder, engine.config.model, held.contents)
+        check_optimizer(held.folder, state, engine.config.optimizer.name)
+
+    run_on_all(check)
+    topology, flat = engine.topology, engine.flat_state()
+    # In the layout that wrote it a rank needs its own part, and of replicas what the first rank of its tensor group
+    # holds. Descriptions of all parts would be as many as there are ranks, on every rank.
+    group = topology.tensor_group
+    parts, entries = held.describe_parts(group)
+    whole_state = WholeState(held.folder, parts, partly=True)
+    place = topology.tensor_rank, topology.layout.tensor
+    if not find_least([whole_state.holds(flat.fragments, *place)])[0]:
+        group = dist.group.WORLD
+        parts, entries = held.describe_parts(group)
+        whole_state = run_on_all(lambda: WholeState(held.folder, parts))
+        run_on_all(lambda: whole_state.check_fits(engine.config.model))
+
+    def plan() -> Iterator[list[Slice]]:
+        for fragment in flat.fragments:
+            for kind in flat.kinds_of_group(fragment.group) if state.adam_step else KINDS[:1]:
+                yield whole_state.plan_range(fragment.name, kind, *place, fragment.start, fragment.numel)
+
+    plans = run_on_all(lambda: [locate_slices(held.folder, entries, slices) for slices in plan()])
+    supply = Supply(held, plans, group)
+
+    def read(fragment: Fragment, kind: str) -> Tensor:
+        read_slices = supply.take_slices()
+        return whole_state.join_range(fragment.name, *place, fragment.start, fragment.numel, read_slices)
+
+    flat.fill_from(read, state.adam_step)
+    supply.finish()
+    run_on_all(lambda: restore_rest(engine, state, read_shared()))
+
+
+Located = tuple[str, int, int]  # a file, and bytes [begin, end) of it
+
+
+def locate_slices(
+    folder: Path, entries: Mapping[str, Mapping[str, TensorEntry]], slices: Sequence[Slice]
+) -> list[Located]:
+    """Where the elements lie. Raises CheckpointError for those that are not there."""
+    located = []
+    for piece in slices:
+        entry = entries[piece.file].get(piece.entry)
+        piece.check_entry(folder / piece.file, entry)
+        assert entry is not None
+        located.append((piece.file, entry.begin + 4 * piece.start, entry.begin + 4 * piece.end))
+    return located
+
+
+class Supply:
+    """Hands out the elements that this rank fills its state with, in the order of `plans`. Those that another rank
+    holds come in rounds, of which all ranks take equally many."""
+
+    def __init__(self, held: HeldFiles, plans: Sequence[Sequence[Located]], group: Any) -> None:
+        self._own, self._names, self._group = held.own or {}, sorted(held.contents.files), group
+        self._places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+        self._holders, self._plans = held.holders, deque(plans)
+        self._received: deque[Tensor] = deque()
+        self._rounds = deque(self._plan_rounds())
+        self._open = -find_least([-len(self._rounds)])[0]
+
+    def take_slices(self) -> list[Tensor]:
+        """The elements of the next plan, fp32 [n] each."""
+        return [self._take(*located) for located in self._plans.popleft()]
+
+    def finish(self) -> None:
+        """Take part in what the other ranks still exchange."""
+        while self._open:
+            self._exchange()
+
+    def _take(self, name: str, begin: int, end: int) -> Tensor:
+        taken = torch.empty(end - begin, dtype=torch.uint8)
+        if name in self._own:
+            taken.copy_(self._own[name][begin:end])
+        for start in range(begin, end if name not in self._own else begin, PIECE):
+            while not self._received:
+                self._exchange()
+            message = self._received.popleft()
+            taken[start - begin : start - begin + len(message)] = message
+        return taken.view(torch.float32)
+
+    def _plan_rounds(self) -> Iterator[list[Located]]:
+        wanted, wanted_bytes = list[Located](), 0
+        for name, begin, end in (located for plan in self._plans for located in plan):
+            for start in range(begin, end if name not in self._own else begin, PIECE):
+                wanted.append((name, start, min(end, start + PIECE)))
+                wanted_bytes += wanted[-1][2] - start
+                if wanted_bytes >= ROUND:
+                    yield wanted
+                    wanted, wanted_bytes = [], 0
+        if wanted:
+            yield wanted
+
+    def _exchange(self) -> None:
+        """One round: all ranks of the group ask each other for bytes, and answer."""
+        self._open -= 1
+        wanted = self._rounds.popleft() if self._rounds else []
+        holders = np.array([self._places[self._holders[name]] for name, _, _ in wanted], np.int64)
+        by_holder = np.argsort(holders, kind="stable")
+        numbers = [(self._names.index(name), begin, end) for name, begin, end in wanted]
+        questions = torch.tensor(numbers, dtype=torch.int64).view(-1, 3)[torch.from_numpy(by_holder)]
+        asked = [int(count) for count in np.bincount(holders, minlength=len(self._places))]
+        counts = self._all_to_all(torch.tensor(asked), [1] * len(asked), [1] * len(asked)).tolist()
+        requests = self._all_to_all(
+            questions.flatten(), [3 * n for n in asked], [3 * n for n in counts]
+        ).view(-1, 3)
+        answers = [self._own[self._names[number]][begin:end] for number, begin, end in requests.tolist()]
+        sent, awaited = (
+            [int(part.sum()) for part in (of[:, 2] - of[:, 1]).split(by_rank)]
+            for of, by_rank in ((requests, counts), (questions, asked))
+        )
+        message = torch.cat(answers) if answers else torch.empty(0, dtype=torch.uint8)
+        received = self._all_to_all(message, sent, awaited).split(
+            (questions[:, 2] - questions[:, 1]).tolist()
+        )
+        places = dict(zip(by_holder.tolist(), received, strict=True))
+        self._received.extend(places[place] for place in range(len(wanted)))
+
+    def _all_to_all(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        received = torch.empty(sum(received_counts), dtype=sent.dtype, device=device)
+        dist.all_to_all_single(received, sent.to(device), received_counts, sent_counts, group=self._group)
+        return received.cpu()

@@ -1,0 +1,162 @@
+"""All ranks read a checkpoint together: every file once, and the same bits as every rank alone."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.checkpoint import shared_reading, store
+from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.shared_reading import (
+    assign_holders,
+    load_shared,
+    read_checkpoint,
+    read_newest_good,
+)
+from megastable.checkpoint.store import Contents
+from megastable.checkpoint.whole import load_into
+from megastable.config.tree import RunConfig
+from tests.conftest import VOCABULARY, tiny
+from tests.distributed import run_ranks, train
+from tests.engine.engines import build_engine
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2-dp2": (4, {"tensor": 2}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "tp4": (4, {"tensor": 4}),
+    "dp2-zero3": (2, {"zero": 3}),
+}
+MODEL = {"kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks may share the heads
+PAIRS = [
+    ("dp2", "dp2"), ("tp2-dp2", "tp2-dp2"), ("pp2-dp2", "pp2-dp2"), ("dp2-zero3", "dp2-zero3"),
+    ("tp2-dp2", "dp2"), ("dp2", "tp2-dp2"), ("pp2-dp2", "tp4"), ("tp4", "pp2-dp2"),
+]  # fmt: skip
+
+
+def configure(corpus: Path, run: Path, layout: str, **parts: Any) -> RunConfig:
+    return tiny(
+        corpus, run, parallel=LAYOUTS[layout][1], model={**tiny(corpus, run).model.model_dump(), **MODEL},
+        train={"steps": 2, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0},
+        checkpoint={"interval": 2}, **parts,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("saved")
+
+    def save(layout: str, **parts: Any) -> Path:
+        run = folder / "-".join([layout, *parts])
+        if not run.exists():
+            run_ranks(LAYOUTS[layout][0], train, configure(corpus, run, layout, **parts))
+        return run / "checkpoints/step-2"
+
+    return save
+
+
+def load_both(config: RunConfig, checkpoint: Path, room: bool = True, piece: int = 1 << 26) -> dict[str, Any]:
+    """Load as every rank alone, then as all together. Returns which elements differ, and the opens of every file."""
+    opens, counting = Counter[str](), [False]
+
+    def note_open(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and counting[0] and str(arguments[0]).startswith(str(checkpoint)):
+            opens[Path(str(arguments[0])).name] += 1
+
+    sys.addaudithook(note_open)
+    shared_reading.PIECE, shared_reading.ROUND = piece, 2 * piece
+    if not room:
+        shared_reading.free_memory.free_bytes = lambda: 0
+    engine = build_engine(config)
+    state = store.read_state(checkpoint)
+    load_into(engine, checkpoint, state)
+    alone = {name: tensor.clone() for name, tensor in engine.optimizer_state().items()}
+    for tensor in engine.optimizer_state().values():
+        tensor.fill_(-1)
+    counting[0] = True
+    held = read_checkpoint(checkpoint)
+    load_shared(engine, held, state)
+    counting[0] = False
+    together = engine.optimizer_state()
+    differing = [name for name in alone if not torch.equal(alone[name], together[name])]
+    return {
+        "differing": differing + [*(alone.keys() ^ together.keys())],
+        "opens": dict(opens),
+        "held": held.own is not None,
+    }
+
+
+@pytest.mark.quick("tp2-dp2-tp2-dp2")
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_every_file_is_read_once(writer: str, reader: str, saved: Any, corpus: Path, tmp_path: Path) -> None:
+    checkpoint = saved(writer)
+    config = configure(corpus, tmp_path, reader)
+    found = run_ranks(LAYOUTS[reader][0], load_both, config, checkpoint, True, 1 << 10)
+    assert [rank["differing"] for rank in found] == [[]] * len(found)
+    opens = sum((Counter(rank["opens"]) for rank in found), Counter[str]())
+    files = store.read_contents(checkpoint).files
+    assert opens == Counter([store.MANIFEST, *files])
+    if writer == reader:  # no rank reads more than its own part, and what is there once
+        assert all(set(rank["opens"]) <= own_names(place) | others(files) for place, rank in enumerate(found))
+
+
+def own_names(rank: int) -> set[str]:
+    return {f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors", f"rng-{rank:05d}.pt"}
+
+
+def others(files: dict[str, Any]) -> set[str]:
+    return {store.MANIFEST, *(name for name in files if not store.PARTS.fullmatch(name))}
+
+
+def test_without_room_files_are_read_twice(saved: Any, corpus: Path, tmp_path: Path) -> None:
+    """Once to compare them with the manifest and once to load them, and nothing is kept."""
+    found = run_ranks(2, load_both, configure(corpus, tmp_path, "dp2"), saved("dp2"), False)
+    assert [(rank["differing"], rank["held"]) for rank in found] == [([], False)] * 2
+    assert [rank["opens"][f"rank-0000{place}.safetensors"] for place, rank in enumerate(found)] == [2, 2]
+
+
+def find_good(folder: Path) -> tuple[str, dict[str, str]]:
+    held, rejected = read_newest_good(folder)
+    return "" if held is None else held.folder.name, rejected
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00000.json", "state.json"])
+def test_the_failure_of_one_reader_is_everybodys(name: str, saved: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(saved("dp2"), tmp_path / f"step-{step}")
+    rewrite_step(tmp_path / "step-1", 1)
+    damaged = tmp_path / "step-2" / name
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"~")
+    for good, rejected in run_ranks(2, find_good, tmp_path):
+        assert good == "step-1" and list(rejected) == ["step-2"]
+        assert rejected["step-2"].startswith(f"{damaged}: its checksum is not the manifest's")
+
+
+def rewrite_step(folder: Path, step: int) -> None:
+    contents = store.read_contents(folder).model_copy(update={"step": step})
+    (folder / store.MANIFEST).write_bytes(contents.to_sealed_bytes())
+
+
+def test_parts_are_shared_out() -> None:
+    sizes = {
+        "rank-00000.safetensors": 9,
+        "rank-00001.safetensors": 8,
+        "shared.safetensors": 7,
+        "state.json": 1,
+    }
+    sizes |= {"rank-00000.json": 2, "rank-00001.json": 2, "rng-00000.pt": 3, "rng-00001.pt": 3}
+    files = {name: FileRecord(size=size, xxh3="") for name, size in sizes.items()}
+    contents = Contents(step=1, files=files)
+    own = assign_holders(contents, 2)
+    assert all(own[name] == int(name[9]) for name in own if name.startswith("rank"))
+    assert own["shared.safetensors"] == 0 and own["state.json"] == 1
+    for world in (1, 3):
+        held = assign_holders(contents, world)
+        assert held.keys() == files.keys() and set(held.values()) == set(range(world))
+        assert all(held[f"rng-0000{rank}.pt"] == rank for rank in range(min(2, world)))
