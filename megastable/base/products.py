@@ -40,13 +40,14 @@ def multiply_rows(x: Tensor, w: Tensor) -> Tensor:
 def differentiate_product(
     gradient: Tensor, x: Tensor, w: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result."""
+    """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result. That
+    of x alone does not look at x."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     if is_cast(rows):
         rows = rows.float()  # once for both
     dx = dw = None
     if needed[0]:
-        dx = rows.mm(w.to(rows.dtype)).to(x.dtype).view(x.shape)
+        dx = rows.mm(w.to(rows.dtype)).to(gradient.dtype).view(*gradient.shape[:-1], -1)
     if needed[1]:
         dw = rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
     return dx, dw

@@ -112,6 +112,10 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order of the passes on pipeline stages: `1f1b` (arXiv:2006.09503), or `zero_bubble`, ZB-H1 of arXiv:2401.10241:
+    weight gradients of the blocks' layers are computed while a stage would wait. The same numbers, more memory on the
+    later stages (docs/scaling.md#pipelines)."""
 
     @property
     def is_ring(self) -> bool:

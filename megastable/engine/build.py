@@ -24,6 +24,7 @@ from megastable.model.init import initialise_weights
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import matrix_elements
+from megastable.parallel.deferred_gradients import multiply_deferring
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.layout import Layout, cut_into_stages
 from megastable.parallel.topology import ContextParallel, Topology
@@ -77,6 +78,8 @@ def _make(
             built_layer = layer()
     finally:
         torch.set_default_dtype(dtype_before)
+    if config.parallel.schedule == "zero_bubble":
+        _defer_weight_gradients(built_layer)
     if config.parallel.zero == 3:
         for linear_part in built_layer.modules():
             if isinstance(linear_part, ColumnParallelLinear | RowParallelLinear) and (
@@ -89,6 +92,16 @@ def _make(
         with turn_refusals_into_config_errors(config.deepspeed):
             Partitioned(built_layer, topology.data_group, config_dict_or_path=given_config, mpu=Mpu(topology))
     return built_layer
+
+
+def _defer_weight_gradients(layer: nn.Module) -> None:
+    """Let the products of a block leave their weight gradients for later. They are not compiled then."""
+    if isinstance(layer, gpt.Block):
+        for part in layer.modules():
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                takes_shard = isinstance(part, ColumnParallelLinear) and part.tp.gathers_again
+                part.product = partial(multiply_deferring, tp=part.tp if takes_shard else None)
+        layer.compile_in_pieces()
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from megastable.engine.measured import DeviceClock, Judge, Measured
 from megastable.engine.numerics import NumericsSwitch, choose_kernels
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.watch import Ballot
+from megastable.engine.zero_bubble import fill_bubbles
 from megastable.engine.zero import Bf16, Worker, wrap_optimizer
 from megastable.fp8.apply import apply_fp8
 from megastable.fp8.controller import History
@@ -108,6 +109,8 @@ class Engine:
         if layout.pipeline > 1:
             patches.disable_step_timers(self.ds)
             patches.report_activities(self.ds)
+            if p.schedule == "zero_bubble":
+                fill_bubbles(self.ds)
         self._update_by_deepspeed = patches.hold_update_back(self.ds)
         if self.device.type == "cuda":
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))

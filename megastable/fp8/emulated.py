@@ -33,6 +33,7 @@ from megastable.fp8.scale_factors import (
     largest_magnitude,
     scale_of,
 )
+from megastable.parallel.deferred_gradients import defer_gradient
 from megastable.parallel.mappings import gather_again, gather_sequence, scatter_sequence
 from megastable.parallel.topology import TensorParallel
 
@@ -173,6 +174,7 @@ class _Product(torch.autograd.Function):
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         quantized_weight, _ = product.cast_weight(w, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
+        ctx.weight = w  # under recomputation the saved one is detached
         # Save the weight itself, and take what is kept of it or quantize it again: otherwise every micro-batch of a
         # pipeline would keep a copy, and ZeRO 3 a copy of what it releases.
         # A shard is quantized again, too: with the scale of the whole, which no step changes.
@@ -194,14 +196,18 @@ class _Product(torch.autograd.Function):
             dx = multiply_quantized(rows, product.cast_weight(w, False)[1], ctx.dtype).view(ctx.shape)
             if product.tp is not None:
                 dx = scatter_sequence(dx, product.tp)
-        if ctx.needs_input_grad[1]:
+
+        def differentiate_weight() -> Tensor:
             if product.tp is None:
                 quantized_input = Quantized(*saved_input, *ctx.layout)
             else:
                 whole_input = gather_again(saved_input[0], gradient, product.tp)
                 input_rows = whole_input.reshape(-1, whole_input.shape[-1])
                 quantized_input = product.quantize(input_rows, INPUT, False)[1]
-            dw = multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
+            return multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
+
+        if ctx.needs_input_grad[1] and not defer_gradient(ctx.weight, differentiate_weight):
+            dw = differentiate_weight()
         return dx, dw, None, None
 
 
