@@ -323,6 +323,38 @@ def bench_overlap(
     put_json(asdict(found_overlap) | {"hidden": found_overlap.hidden}, as_json, output)
 
 
+@app.add_command(
+    "pipeline",
+    examples="""
+    megastable bench pipeline --picture pipeline.png
+    megastable bench pipeline --stages 4 --micro-batches 16
+    """,
+)
+def bench_pipeline(
+    stages: Annotated[int, typer.Option(min=2, help="Stages, each a process")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, at least the stages")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each schedule")] = 3,
+    picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Measure the bubble of a pipeline by each schedule, in steps whose passes take a known time."""
+    import_from_checkout("benchmarks")
+    from benchmarks import pipeline
+
+    if micro_batches < stages:
+        raise ConfigError(
+            f"--micro-batches {micro_batches} is below --stages {stages}: the formulas are for a full pipeline; give "
+            "more micro-batches, or fewer stages"
+        )
+    found_bubbles = pipeline.measure_bubbles(pipeline.PipelineCase(stages, micro_batches, rounds=rounds))
+    _console(as_json).print(pipeline.bubble_table(found_bubbles))
+    if picture is not None:
+        pipeline.draw_bubbles(found_bubbles, picture)
+    bubble_seconds = {schedule: found_bubbles.bubble(schedule) for schedule in pipeline.SCHEDULES}
+    put_json(asdict(found_bubbles) | {"bubbles": bubble_seconds}, as_json, output)
+
+
 def _form_group_of_one() -> None:
     """A process group of this process alone, if none is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

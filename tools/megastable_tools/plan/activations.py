@@ -152,13 +152,15 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     """The operations of one block that is not recomputed as a whole."""
     z, model_config = shape_sizes_of(config), config.model
     is_fused, is_selective = kernels.compile, recompute == "selective"
+    # Products that can be deferred are not compiled, and the norms between them are not either.
+    is_whole = is_fused and config.parallel.schedule != "zero_bubble"
     qkv_width = z.q + 2 * z.k
     attention = [
         _entered("attention input", config, z, z.N * qkv_width, z.h * qkv_width),
         *_heads(config, z, kernels, is_selective),
         *_core(config, z, kernels, is_selective),
     ]
-    if is_selective and is_fused:
+    if is_selective and is_whole:
         attention.append(SavedOperation((), z.e * (z.N * z.q + z.n * z.h)))
     else:
         attention.append(_linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h))
@@ -171,22 +173,32 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         mlp.append(SavedOperation((*clamped_saved, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
     elif is_selective:
         mlp.append(SavedOperation((), (4 + 2 * has_clamp if not is_fused else 3) * z.e * z.N * z.f))
-    if is_fused and is_selective:
+    if is_whole and is_selective:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
         mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
-    first_norm = _norm("attention norm", z, z.stream, z.n, is_fused)
-    second_norm = _norm("MLP norm", z, z.stream, z.n, is_fused)
+    first_norm = _norm("attention norm", z, z.stream, z.n, is_whole)
+    second_norm = _norm("MLP norm", z, z.stream, z.n, is_whole)
     # Of `mixed` the last block: the others save the same, in another order.
     norm_placement = model_config.placement_of(model_config.layers - 1)
     if norm_placement == "both":
-        post_norms = [_norm(f"{name} post-norm", z, z.stream, z.n, is_fused) for name in ("attention", "MLP")]
-        if is_fused:  # the stream at the second norm is added up again, of two that are kept
+        post_norms = [_norm(f"{name} post-norm", z, z.stream, z.n, is_whole) for name in ("attention", "MLP")]
+        if is_whole:  # the stream at the second norm is added up again, of two that are kept
             second_norm = [replace(saved_operation, saved=()) for saved_operation in second_norm]
         return [*first_norm, *attention, *post_norms[0], *second_norm, *mlp, *post_norms[1]]
     if norm_placement == "before":
         return [*first_norm, *attention, *second_norm, *mlp]
     return [*attention, *first_norm, *mlp, *second_norm]
+
+
+def count_deferred_bytes(config: RunConfig) -> int:
+    """What the deferred weight gradients of a block keep of a micro-batch: inputs of its linear layers, and gradients
+    of their outputs. Of FP8, which is emulated then, as much as without it."""
+    z = shape_sizes_of(config)
+    gathered_input = z.stream if config.parallel.gathers_again else z.N * z.h
+    inputs = 2 * gathered_input + z.N * z.q + z.N * z.f
+    gradients = z.N * (z.q + 2 * z.k) + 2 * z.N * z.f + 2 * z.N * z.h
+    return z.e * (inputs + gradients)
 
 
 def _norm(

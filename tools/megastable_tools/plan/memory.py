@@ -160,6 +160,7 @@ def list_footprints(
             *_exchanged(config, layout, held, groups, steps, zero),
             *_building(config, layout, held, groups),
             *_activations(config, held, first, kernels, flying, block),
+            *_deferred(config, held, min(stage, steps - 1)),
             *_fp8_weights(config, held, first, kernels, flying),
             *_ends(config, held),
             *_stages(config, layout, held, flying),
@@ -335,6 +336,14 @@ def _activations(
         yield Item("buffers", "places of tokens in segments", place_bytes + mask_bytes, PASSES)
     if config.model.window is not None and not kernels.gpu and kernels.attention == "sdpa":
         yield Item("buffers", "mask of the window", z.length**2)
+
+
+def _deferred(config: RunConfig, held: Stage, left: int) -> Iterable[Item]:
+    """Under ZB-H1, what weight gradients need of `left` micro-batches, and of one more when its backward pass ends."""
+    if config.parallel.schedule == "zero_bubble":
+        each = activations.count_deferred_bytes(config) * held.blocks
+        yield Item("activations", "deferred weight gradients", each * left, ("watch", *WAITING))
+        yield Item("activations", "deferred weight gradients", each * (left + 1), ("end",))
 
 
 def _fp8_weights(

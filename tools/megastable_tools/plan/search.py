@@ -39,6 +39,8 @@ from megastable_tools.plan.time import StepTime, step_time
 Way = Literal["ulysses", "ring"]
 CONTEXT_BY: tuple[Way, ...] = ("ulysses", "ring")
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "zero_bubble"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zero_bubble")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO = (1, 2, 3)
 GIB = 2**30
@@ -56,23 +58,14 @@ class Choice(NamedTuple):
     zero: int
     recompute: Recompute
     keep_gathered: bool
+    schedule: Schedule
     micro_batch: int
     fp8: Fp8Config | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
-        p = config.parallel
-        layout_axes = (
-            p.tensor,
-            p.pipeline,
-            p.context,
-            p.context_by,
-            p.sequence,
-            p.zero,
-            p.recompute,
-            p.keep_gathered,
-        )
-        return cls(*layout_axes, config.train.micro_batch, config.precision.fp8)
+        parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-2]]
+        return cls(*parallel_keys, config.train.micro_batch, config.precision.fp8)
 
 
 @dataclass(frozen=True)
@@ -183,7 +176,7 @@ def _judged(
     first that is not tight; with `keep_gathered` first, and without it unless nothing is recomputed.
     """
     for fp8_config in precisions:
-        for axes, micro_batches in list_families(config, gpus):
+        for axes, micro_batches, schedule in _schedule_families(config, gpus):
             is_sequence = axes[4]
             ways_kept: dict[bool, list[Recompute]] = {
                 True: ["none", "selective"] if is_sequence else [],
@@ -193,7 +186,7 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(*axes, recompute_way, is_kept, micro_batch, fp8_config)
+                        choice = Choice(*axes, recompute_way, is_kept, schedule, micro_batch, fp8_config)
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:
@@ -203,6 +196,13 @@ def _judged(
                                 break
                         if not layout_plan or not layout_plan.fits:
                             recompute_ways.remove(recompute_way)
+
+
+def _schedule_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...], Schedule]]:
+    """`list_families`, those with pipeline stages by every schedule."""
+    for axes, micro_batches in list_families(config, gpus):
+        for schedule in SCHEDULES if axes[1] > 1 else SCHEDULES[:1]:
+            yield axes, micro_batches, schedule
 
 
 def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
@@ -288,14 +288,14 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    if apply_choice(config, Choice(*layout_axes, "full", False, 1, None)) is not None:
+                    if apply_choice(config, Choice(*layout_axes, "full", False, "1f1b", 1, None)) is not None:
                         yield layout_axes, micro_batches
 
 
 def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
-    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:8], choice[:8])))
+    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:-2], choice[:-2])))
     changed = {
         "parallel": new_parallel,
         "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),
@@ -335,6 +335,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(micro_batch=n) for n in reversed(list_divisors(global_batch)) if n < own.micro_batch],
         [own._replace(sequence=True)],
         [own._replace(keep_gathered=False)] if own.keep_gathered else [],
+        [own._replace(schedule="1f1b")] if own.schedule != "1f1b" else [],
         [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
@@ -360,13 +361,17 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
 
 @lru_cache(maxsize=1024)
 def critical_stages(cut: Sequence[int]) -> tuple[int, ...]:
-    """Stages among which the tightest must be: the first, the last, and the first one of every size in between: later
-    stages of the same size have fewer micro-batches in flight (1F1B)."""
+    """Stages among which the tightest must be: the first, the last, and the first and the last one of every size in
+    between: later stages of the same size have fewer micro-batches in flight, and in ZB-H1 more weight gradients left.
+    """
     last_stage = len(cut) - 2
     first_by_size: dict[int, int] = {}
+    last_by_size: dict[int, int] = {}
     for stage_number in range(1, last_stage):
-        first_by_size.setdefault(cut[stage_number + 1] - cut[stage_number], stage_number)
-    return tuple(sorted({0, last_stage, *first_by_size.values()}))
+        stage_size = cut[stage_number + 1] - cut[stage_number]
+        first_by_size.setdefault(stage_size, stage_number)
+        last_by_size[stage_size] = stage_number
+    return tuple(sorted({0, last_stage, *first_by_size.values(), *last_by_size.values()}))
 
 
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:

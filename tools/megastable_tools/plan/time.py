@@ -6,6 +6,7 @@
 Every operation of `work.py` takes the longer of the times for its FLOPs and its bytes (roofline), every message of
 `volume.py` its bytes over the link that its group crosses, plus latency. 1F1B: all micro-batches of the slowest
 stage, and one of every other stage while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1).
+ZB-H1: while it does, weight gradients are computed twice (Qi et al., arXiv:2401.10241, section 2.3).
 Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
 buckets (engine/gradient_sums.py), in other precisions after it, and weights are gathered after the update; ZeRO 2 and 3
 communicate during computing.
@@ -247,6 +248,9 @@ class _Prediction:
             if self.others.virtual > 1:
                 because += f"; in {self.others.virtual} parts"
             bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / self.others.virtual
+            if c.parallel.schedule == "zero_bubble":
+                bubble_seconds = max(0.0, bubble_seconds - self._count_filled(dearest))
+                because += ", and computes weight gradients"
             time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
         time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
         held_stage = volume.stage_of(self.cut, dearest)
@@ -268,6 +272,24 @@ class _Prediction:
             flops_causal=step_tokens * flops_per_token(c.model, True),
             peak=self.peak,
             price=self.cluster.dollars_per_gpu_hour,
+        )
+
+    def _count_filled(self, dearest: int) -> float:
+        """Seconds of the bubble of 1F1B that ZB-H1 fills with weight gradients. With fewer micro-batches than stages
+        not all stages can leave one for later."""
+        stages = self.config.parallel.pipeline
+        weight_seconds = sum(self._count_weight_pass(stage) for stage in range(stages) if stage != dearest)
+        left_share = (min(self.micro_batches, stages) - 1) / (stages - 1)
+        return (1 + left_share) * weight_seconds
+
+    def _count_weight_pass(self, stage: int) -> float:
+        """Seconds of the weight gradients of one micro-batch that can be deferred: half of the products of a backward
+        pass."""
+        return sum(
+            block_count * o.times / 2 * seconds
+            for block_kind, block_count in self.held[stage][1]
+            for o, seconds in self._block(block_kind)
+            if o.when == work.BACKWARD and o.kind == work.PRODUCT
         )
 
     # Computing
@@ -435,7 +457,9 @@ class _Prediction:
         return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
 
     def _count_backward(self, stage: int) -> float:
-        """Seconds of computing in the backward pass of one micro-batch."""
+        """Seconds of computing in the backward pass of one micro-batch, in which its gradients become complete."""
+        if self.config.parallel.schedule == "zero_bubble":
+            return self._count_weight_pass(stage)
         return sum(times * seconds for o, times, seconds in self._operations(stage) if o.when != work.FORWARD)
 
     def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:

@@ -148,6 +148,11 @@ def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Oper
             ("RoPE", 1.8 * rotation_bytes * head_elements, 40),
             ("SwiGLU", 10 * ffn_elements * e + 6 * clamp_bytes, 5 + 2 * (clamp_bytes > 0)),
         ]
+    if fused and config.parallel.schedule == "zero_bubble":
+        # Products that can be deferred are not compiled, and the norms between them are not either.
+        norm_bytes = 34.0 * (2 + more) * stream
+        forward_passes[0] = ("norms and residuals", norm_bytes + 6 * e * stream, 16 + 7 * more)
+        back[0] = ("norms and residuals", 1.8 * norm_bytes + 2 * e * stream, 28 + 13 * more)
     recompute_kind = config.parallel.recompute
     for what, memory_bytes, kernel_count in forward_passes:
         yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count)
