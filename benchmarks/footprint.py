@@ -41,6 +41,7 @@ SMALL_BUCKETS = {
 }  # fmt: skip
 
 
+ZERO_BUBBLE = {"schedule": "zero_bubble"}
 Case = partial(
     LayoutCase, zero=SMALL_BUCKETS,
     base={"model": MODEL, "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False}},
@@ -88,6 +89,11 @@ LAYOUTS = {
     "PP2": Case(2, PP2),
     "PP2 accumulation 4": Case(2, PP2, accumulation=4),
     "PP2 tied": Case(2, PP2, {"tied": True}),
+    "PP2 zero-bubble": Case(2, PP2 | ZERO_BUBBLE, accumulation=4),
+    "PP2 full zero-bubble": Case(2, PP2 | ZERO_BUBBLE | {"recompute": "full"}, accumulation=4),
+    "TP2+SPxPP2 selective zero-bubble": Case(
+        4, SP2 | PP2 | ZERO_BUBBLE | {"recompute": "selective"}, accumulation=4
+    ),
     "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
     "DP2 ZeRO 1": Case(2),
     "DP2 ZeRO 1 fp32": Case(2, precision={"kind": "fp32"}),

@@ -2,8 +2,8 @@
 
     measure_bubbles(PipelineCase()) -> PipelineFound      `megastable bench pipeline --picture pipeline.png`
 
-Every stage is a process of this machine (gloo) that trains its part of a small model. What its passes compute takes a
-few milliseconds; each then waits until its time by the clock is over, so that cores that are few, or busy, do not count.
+Every stage is a process of this machine (gloo) that trains its part of a small model. What its passes compute takes
+a few milliseconds; each then waits until its time by the clock is over, so that few or busy cores do not count.
 Messages, their order and who waits for whom are real.
 """
 
@@ -182,7 +182,9 @@ def bubble_table(found: PipelineFound) -> Table:
         bubble, predicted = found.bubble(schedule), case.predict_bubble(schedule)
         step_seconds = case.working + bubble
         numbers = f"{1e3 * step_seconds:.0f}", f"{1e3 * bubble:.0f}", f"{1e3 * predicted:.0f}"
-        made.add_row(NAMES[schedule], *numbers, f"{bubble / predicted - 1:+.1%}", f"{bubble / step_seconds:.1%}")
+        made.add_row(
+            NAMES[schedule], *numbers, f"{bubble / predicted - 1:+.1%}", f"{bubble / step_seconds:.1%}"
+        )
     return made
 
 
@@ -201,10 +203,14 @@ def _draw_stages(axes: Any, found: PipelineFound, schedule: str) -> None:
     for number, stage in enumerate(stages):
         for span in stage:
             left, width = 1e3 * (span.begin - first_begin), 1e3 * (span.end - span.begin)
-            axes.barh(number, width, 0.9, left=left, color=COLOURS[span.what], edgecolor="white", linewidth=0.5)
+            axes.barh(
+                number, width, 0.9, left=left, color=COLOURS[span.what], edgecolor="white", linewidth=0.5
+            )
             axes.text(left + width / 2, number, str(span.micro_batch), ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(stages)))
     axes.set_yticklabels([f"stage {number}" for number in range(len(stages))])
     axes.invert_yaxis()
     step_seconds = found.case.working + found.bubble(schedule)
-    axes.set_title(f"{NAMES[schedule]}: {1e3 * step_seconds:.0f} ms, bubble {found.bubble(schedule) / step_seconds:.1%}")
+    axes.set_title(
+        f"{NAMES[schedule]}: {1e3 * step_seconds:.0f} ms, bubble {found.bubble(schedule) / step_seconds:.1%}"
+    )

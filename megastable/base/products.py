@@ -40,8 +40,8 @@ def multiply_rows(x: Tensor, w: Tensor) -> Tensor:
 def differentiate_product(
     gradient: Tensor, x: Tensor, w: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result. That
-    of x alone does not look at x."""
+    """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result.
+    That of x alone does not look at x."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     if is_cast(rows):
         rows = rows.float()  # once for both

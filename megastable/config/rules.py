@@ -104,8 +104,8 @@ def find_impossible(
 def _impossible_zero_bubble(p: ParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
     if p.pipeline == 1:
         yield (
-            "parallel.schedule=zero_bubble orders the passes of several pipeline stages: set parallel.pipeline above 1, "
-            "or leave it out"
+            "parallel.schedule=zero_bubble orders the passes of several stages: set parallel.pipeline above 1, or use "
+            "parallel.schedule=1f1b"
         )
     if precision.fp8 is not None and precision.fp8.backend != "emulated":
         yield (

@@ -38,8 +38,8 @@ from megastable.engine.measured import DeviceClock, Judge, Measured
 from megastable.engine.numerics import NumericsSwitch, choose_kernels
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.watch import Ballot
-from megastable.engine.zero_bubble import fill_bubbles
 from megastable.engine.zero import Bf16, Worker, wrap_optimizer
+from megastable.engine.zero_bubble import fill_bubbles
 from megastable.fp8.apply import apply_fp8
 from megastable.fp8.controller import History
 from megastable.model import gpt

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -70,7 +71,6 @@ class LayerHooks:
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
         self._forward: int | None = None  # the micro-batch; None while backward recomputes a block
-        self._backward = 0
 
     def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         """x: an activation, or its or a weight's gradient, of the layer of this name in the whole model. tensor: which
@@ -79,8 +79,6 @@ class LayerHooks:
 
     def _gradient(self, micro_batch: int, layer: str, tensor: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            # An activation's hook opens every backward pass: it sets the pass for the weights' hooks.
-            self._backward = micro_batch
             self.see_tensor(gradient, micro_batch, True, layer, tensor)
 
         return hook
@@ -126,9 +124,11 @@ class LayerHooks:
 
     def hook_parameter(self, parameter: nn.Parameter) -> Any:
         layer, _, which = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
+        micro_batches = count()  # each gives one gradient, in their order
 
-        def hook(gradient: Tensor) -> None:
-            self.see_tensor(gradient, self._backward, True, layer, f"{which} gradient")
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:  # else it is left for later (engine/zero_bubble.py)
+                self.see_tensor(gradient, next(micro_batches), True, layer, f"{which} gradient")
 
         return parameter.register_hook(hook)
 

@@ -106,7 +106,9 @@ def digest_gradient(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Grad
     bits = torch.zeros(len(parameters), dtype=torch.int64, device=engine.device)
     sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=engine.device)
 
-    def note(number: int, gradient: Tensor) -> None:
+    def note(number: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # left for later (engine/zero_bubble.py)
+            return
         bits[number] = bits[number] * STEP + fingerprint_tensors([gradient])
         for gradient_chunk in gradient.detach().flatten().split(CHUNK):
             wide_chunk = gradient_chunk.float()

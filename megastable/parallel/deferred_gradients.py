@@ -68,7 +68,7 @@ def defer_gradient(weight: Tensor, compute: Callable[[], Tensor | None]) -> bool
 
 
 class _Deferred(torch.autograd.Function):
-    """A graph of one node, whose gradient is `compute`'s: autograd takes its memory, where it copies one it is given."""
+    """A graph of one node, with the gradient of `compute`: autograd takes its memory, and copies one that is given."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, search.CONTEXT_BY, (False, True), range(4), search.RECOMPUTE, (False, True),
-        range(1, base.train.global_batch + 1), (base.precision.fp8,),
+        search.SCHEDULES, range(1, base.train.global_batch + 1), (base.precision.fp8,),
     )  # fmt: skip
     for choice in itertools.starmap(Choice, settings_):
         if (
@@ -113,9 +113,11 @@ def test_overrides_make_the_plan_of_the_recipe() -> None:
     assert search.list_overrides(config, eight) == ["precision.fp8=off"]
 
 
-@given(st.integers(1, 40), st.integers(0, 10), st.integers(1, 8), st.integers(1, 64))
+@given(st.integers(1, 40), st.integers(0, 10), st.integers(1, 8), st.integers(1, 64), st.booleans())
 @settings(max_examples=examples(40))
-def test_critical_stages_hold_the_tightest(stages: int, more: int, wide: int, batch: int) -> None:
+def test_critical_stages_hold_the_tightest(
+    stages: int, more: int, wide: int, batch: int, is_split: bool
+) -> None:
     model = {
         "layers": stages + more,
         "hidden": 64 * wide,
@@ -125,6 +127,7 @@ def test_critical_stages_hold_the_tightest(stages: int, more: int, wide: int, ba
     }
     config = RunConfig.model_validate(
         {"model": model, "train": {"global_batch": batch}, "parallel": {"pipeline": stages}}
+        | ({"parallel": {"pipeline": stages, "schedule": "zero_bubble"}} if is_split and stages > 1 else {})
     )
     plan = search.plan_layout(config, stages, H100)
     every = list_footprints(config, plan.layout)

@@ -95,6 +95,24 @@ def test_a_weight_is_cast_once_a_step(zero: int) -> None:
     assert 4 * one - four == pytest.approx(0 if zero == 3 else 3 * 6 * n / (3.35e12 * 0.85))
 
 
+@pytest.mark.parametrize("batches", [64, 4, 2])
+def test_zero_bubble_fills_it_with_weight_gradients(batches: int) -> None:
+    """By ZB-H1 the other stages' weight gradients are computed while the pipe drains, and as many that are left from
+    its start, when every stage but the first leaves some; two micro-batches leave one."""
+    c = config(pipeline=4, model={"layers": 6, "vocab_size": 1000})
+    c = c.model_copy(update={"train": c.train.model_copy(update={"global_batch": batches})})
+    split = c.model_copy(update={"parallel": c.parallel.model_copy(update={"schedule": "zero_bubble"})})
+    cluster = free()
+    plain, filled = timed(c, cluster=cluster), timed(split, cluster=cluster)
+    block_weights = 1024 * (2 * 1024 + 2 * 1024 + 3 * 2816)
+    blocks = [volume.stage_of(volume.stage_bounds(c), stage).blocks for stage in range(4)]
+    assert sorted(blocks) == [1, 1, 2, 2]  # a stage of two is the slowest
+    weight_pass = 2 * 2048 * block_weights / 1e15 * (sum(blocks) - 2)
+    left = 1 if batches >= 4 else 1 / 3
+    assert plain.parts["bubble"] - filled.parts["bubble"] == pytest.approx(weight_pass * (1 + left))
+    assert plain.parts["products"] == filled.parts["products"]
+
+
 # Communication
 
 

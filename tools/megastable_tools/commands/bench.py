@@ -332,7 +332,9 @@ def bench_overlap(
 )
 def bench_pipeline(
     stages: Annotated[int, typer.Option(min=2, help="Stages, each a process")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, at least the stages")] = 8,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Micro-batches of a step, at least the stages")
+    ] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each schedule")] = 3,
     picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
     as_json: Json = False,

@@ -341,9 +341,11 @@ def _activations(
 def _deferred(config: RunConfig, held: Stage, left: int) -> Iterable[Item]:
     """Under ZB-H1, what weight gradients need of `left` micro-batches, and of one more when its backward pass ends."""
     if config.parallel.schedule == "zero_bubble":
-        each = activations.count_deferred_bytes(config) * held.blocks
-        yield Item("activations", "deferred weight gradients", each * left, ("watch", *WAITING))
-        yield Item("activations", "deferred weight gradients", each * (left + 1), ("end",))
+        name, each = "deferred weight gradients", activations.count_deferred_bytes(config)
+        yield Item("activations", name, each * held.blocks * left, ("watch", *WAITING))
+        # A block that is recomputed is in memory anyway.
+        is_recomputed = config.parallel.recompute == "full"
+        yield Item("activations", name, each * (held.blocks * (left + 1) - is_recomputed), ("end",))
 
 
 def _fp8_weights(

@@ -255,7 +255,7 @@ class OperationWatch:
 
     def _watch_gradient(self, layer: str, name: str, x: Tensor, micro_batch: int, counted: bool) -> None:
         def hook(gradient: Tensor) -> Tensor | None:
-            # The first of a backward pass, before any weight's: it sets the pass for these.
+            # The first of a backward pass, before any is recomputed: it sets the pass for these.
             self._backward = micro_batch
             # A loss is a rank's mean over its samples, times fp16's scale.
             scale = self.engine.topology.layout.data * float(getattr(self.engine.optimizer, "loss_scale", 1))
@@ -277,9 +277,15 @@ class OperationWatch:
     def _parameter(self, parameter: nn.Parameter) -> Any:
         layer_name, _, weight_name = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
 
-        def hook(gradient: Tensor) -> Tensor | None:
-            tensor_name = f"{layer_name} {weight_name} gradient"
-            return self._gradient(tensor_name, layer_name, gradient, self._backward, False, 1.0)
+        tensor_name = f"{layer_name} {weight_name} gradient"
+
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # left for later (engine/zero_bubble.py)
+                return None
+            # Micro-batches give one each, in their order, though not always in their backward pass.
+            micro_batch = self._calls[tensor_name]
+            self._calls[tensor_name] += 1
+            return self._gradient(tensor_name, layer_name, gradient, micro_batch, False, 1.0)
 
         return parameter.register_hook(hook)
 
