@@ -37,20 +37,44 @@ def multiply_rows(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x.float(), w.float()).to(x.dtype) if is_cast(x) else F.linear(x, w)
 
 
+def multiply_parts(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """`multiply_rows` of parts that lie apart in memory: x [t, n, in], w [out, in] -> [t, n, out], in `out` if given.
+
+    One batched product, which copies none of them: the same bits where a row's sum does not depend on how many rows
+    there are. So it is on a CPU from 4 rows a part on, in bf16 and in fp32.
+    """
+    if is_cast(x):
+        wide_result = torch.bmm(x.float(), w.float().t().expand(len(x), -1, -1))
+        return wide_result.to(x.dtype) if out is None else out.copy_(wide_result)
+    return torch.bmm(x, w.t().expand(len(x), -1, -1), out=out)  # type: ignore[arg-type]
+
+
+def flatten_rows(gradient: Tensor) -> Tensor:
+    """[rows, out] of a gradient [..., out], in the dtype that both of the following functions compute in."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    return rows.float() if is_cast(rows) else rows
+
+
+def differentiate_input(rows: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient [rows, in] of the input of `linear`, in its dtype. rows: of `flatten_rows`."""
+    return rows.mm(w.to(rows.dtype)).to(dtype)
+
+
+def differentiate_weight(rows: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """The gradient of the weight of `linear`. rows: of `flatten_rows`."""
+    return rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
+
+
 def differentiate_product(
     gradient: Tensor, x: Tensor, w: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result.
     That of x alone does not look at x."""
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    if is_cast(rows):
-        rows = rows.float()  # once for both
-    dx = dw = None
-    if needed[0]:
-        dx = rows.mm(w.to(rows.dtype)).to(gradient.dtype).view(*gradient.shape[:-1], -1)
-    if needed[1]:
-        dw = rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(w.dtype)
-    return dx, dw
+    rows = flatten_rows(gradient)  # once for both
+    return (
+        differentiate_input(rows, w, gradient.dtype).view(*gradient.shape[:-1], -1) if needed[0] else None,
+        differentiate_weight(rows, x, w) if needed[1] else None,
+    )
 
 
 class _SavesParameter(torch.autograd.Function):

@@ -65,6 +65,18 @@ def find_impossible(
             f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
             f"model.sequence_length={m.sequence_length}{context_text}: change one of them"
         )
+    if p.tensor_overlap > 1 and not p.sequence:
+        yield (
+            f"parallel.tensor_overlap={p.tensor_overlap} cuts what goes along the sequence: set "
+            "parallel.sequence=true, or leave it out"
+        )
+    elif m.sequence_length % (p.context * p.tensor) == 0:
+        own_length = m.sequence_length // (p.context * p.tensor)
+        if own_length % p.tensor_overlap:
+            yield (
+                f"parallel.tensor_overlap={p.tensor_overlap} does not divide the {own_length} tokens of a sample that "
+                "are a tensor rank's (model.sequence_length / parallel.context / parallel.tensor): use fewer chunks"
+            )
     if p.pipeline > 1 and p.zero > 1:
         yield (
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "

@@ -89,7 +89,8 @@ class ParallelConfig(Section):
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
-    `model.sequence_length` / `context`.
+    `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank of
+    the sequence.
     """
 
     tensor: PositiveInt = 1
@@ -107,6 +108,9 @@ class ParallelConfig(Section):
     """Under `sequence`, keep what the blocks' layers gather along the sequence until the backward pass. Otherwise they
     keep their own part and gather again: `tensor` times less memory, a quarter more messages. `recompute` = `full`
     gathers again anyway, with the block."""
+    tensor_overlap: PositiveInt = 1
+    """Under `sequence`, chunks in which the blocks' layers send along the sequence, each while the product of another
+    one is computed; layers in FP8 send the whole. [chunks]"""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without it: 1 costs nothing on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"

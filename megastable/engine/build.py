@@ -99,8 +99,8 @@ def _defer_weight_gradients(layer: nn.Module) -> None:
     if isinstance(layer, gpt.Block):
         for part in layer.modules():
             if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                takes_shard = isinstance(part, ColumnParallelLinear) and part.tp.gathers_again
-                part.product = partial(multiply_deferring, tp=part.tp if takes_shard else None)
+                is_entered = isinstance(part, ColumnParallelLinear) and part.tp.size > 1
+                part.product = partial(multiply_deferring, tp=part.tp if is_entered else None)
         layer.compile_in_pieces()
 
 

@@ -65,8 +65,9 @@ class Engine:
         self.device = choose_device()
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(
-            topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence, p.gathers_again
-        )
+            topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence, p.gathers_again,
+            p.tensor_overlap,
+        )  # fmt: skip
         self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank, p.is_ring)
         m = config.model
         assert m.vocab_size is not None

@@ -69,8 +69,8 @@ def emulate_fp8(
     for (name, linear), quantize in zip(here.items(), quantizers, strict=True):
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
-        of_shard = isinstance(linear, ColumnParallelLinear) and linear.tp.gathers_again
-        shard_group = linear.tp if of_shard else None
-        linear.product = Product(name, quantize, lambda: found.on, plain, shard_group)
+        is_entered = isinstance(linear, ColumnParallelLinear) and linear.tp.size > 1
+        entered_group = linear.tp if is_entered else None
+        linear.product = Product(name, quantize, lambda: found.on, plain, entered_group)
         found.products.append(linear.product)
     return found

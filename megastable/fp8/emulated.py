@@ -33,8 +33,8 @@ from megastable.fp8.scale_factors import (
     largest_magnitude,
     scale_of,
 )
-from megastable.parallel.deferred_gradients import defer_gradient
-from megastable.parallel.mappings import gather_again, gather_sequence, scatter_sequence
+from megastable.parallel.deferred_gradients import defer_gradient, is_deferring
+from megastable.parallel.mappings import begin_entering_sum, begin_gather, gather_sequence
 from megastable.parallel.topology import TensorParallel
 
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
@@ -124,8 +124,8 @@ class Product:
     """x [..., in], w [out, in] -> [..., out], replacing `plain`. on: called every time: whether to compute in FP8.
 
     observe: called with the slot, the tensor and its quantization, while set. keeps_cast: whether the first pass that
-    trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x is this rank's shard
-    [s / tensor, ..., in], and is gathered in both passes, as by `layers.multiply_shard`.
+    trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x enters a
+    tensor-parallel region, as by `overlapped.enter_and_multiply`, but never in chunks: a scale may be that of the whole.
     """
 
     def __init__(
@@ -140,6 +140,11 @@ class Product:
         self.observe: Callable[[int, Tensor, Quantized], None] | None = None
         self.keeps_cast = False
         self.cast: tuple[Quantized, Quantized] | None = None
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether x is a shard, of which nothing else is kept."""
+        return self.tp is not None and self.tp.gathers_again
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if not self._on():
@@ -169,7 +174,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, product: Product, note: bool) -> Tensor:
         own_shard = x
-        if product.tp is not None:
+        if product.tp is not None and product.tp.sequence:
             x = gather_sequence(own_shard, product.tp)
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         quantized_weight, _ = product.cast_weight(w, note)
@@ -179,7 +184,7 @@ class _Product(torch.autograd.Function):
         # pipeline would keep a copy, and ZeRO 3 a copy of what it releases.
         # A shard is quantized again, too: with the scale of the whole, which no step changes.
         saved_input = (
-            (quantized_columns.values, quantized_columns.inverse) if product.tp is None else (own_shard,)
+            (own_shard,) if product.gathers_again else (quantized_columns.values, quantized_columns.inverse)
         )
         ctx.save_for_backward(w, *saved_input)
         y = multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True)
@@ -190,24 +195,29 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         w, *saved_input = ctx.saved_tensors
         product: Product = ctx.product
+        gathering = summing = dx = dw = None
+        if product.tp is not None and product.gathers_again and ctx.needs_input_grad[1] and not is_deferring():
+            gathering = begin_gather(saved_input[0], product.tp)
         rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
-        dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = multiply_quantized(rows, product.cast_weight(w, False)[1], ctx.dtype).view(ctx.shape)
             if product.tp is not None:
-                dx = scatter_sequence(dx, product.tp)
+                summing = begin_entering_sum(dx, product.tp)
 
         def differentiate_weight() -> Tensor:
-            if product.tp is None:
+            if product.tp is None or not product.gathers_again:
                 quantized_input = Quantized(*saved_input, *ctx.layout)
             else:
-                whole_input = gather_again(saved_input[0], gradient, product.tp)
+                begun = begin_gather(saved_input[0], product.tp) if gathering is None else gathering
+                whole_input = begun.wait()
                 input_rows = whole_input.reshape(-1, whole_input.shape[-1])
                 quantized_input = product.quantize(input_rows, INPUT, False)[1]
             return multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
 
         if ctx.needs_input_grad[1] and not defer_gradient(ctx.weight, differentiate_weight):
             dw = differentiate_weight()
+        if summing is not None:
+            dx = summing.wait()
         return dx, dw, None, None
 
 

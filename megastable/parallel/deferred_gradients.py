@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastable.base.products import differentiate_product, multiply_rows
-from megastable.parallel.mappings import gather_sequence, scatter_sequence
+from megastable.parallel.overlapped import differentiate_entered, multiply_entered
 from megastable.parallel.topology import TensorParallel
 
 Later = tuple[Tensor, Callable[[], Tensor | None]]  # a weight, and what computes its gradient
@@ -59,6 +59,11 @@ class DeferredGradients:
 _collected: deque[Later] | None = None  # of the backward pass that is going on, if it leaves any
 
 
+def is_deferring() -> bool:
+    """Whether a backward pass is going on that leaves weight gradients for later."""
+    return _collected is not None
+
+
 def defer_gradient(weight: Tensor, compute: Callable[[], Tensor | None]) -> bool:
     """In the backward pass of a product: whether the gradient of `weight`, the parameter itself, is left for later."""
     if _collected is None:
@@ -86,29 +91,28 @@ class _DeferringProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel | None) -> Tensor:
         # Not the saved one: under recomputation that is detached.
         ctx.tp, ctx.weight = tp, w
-        ctx.save_for_backward(x, w)
-        return multiply_rows(x if tp is None else gather_sequence(x, tp), w)
+        y, kept = (multiply_rows(x, w), x) if tp is None else multiply_entered(x, w, tp)
+        ctx.save_for_backward(kept, w)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, w), tp, (needs_input, needs_weight, _) = ctx.saved_tensors, ctx.tp, ctx.needs_input_grad
+        (kept, w), tp, (needs_input, needs_weight, _) = ctx.saved_tensors, ctx.tp, ctx.needs_input_grad
 
-        def differentiate_weight() -> Tensor | None:
-            whole_input = x if tp is None else gather_sequence(x, tp)
-            return differentiate_product(gradient, whole_input, w, (False, True))[1]
+        def differentiate(*needed: bool) -> tuple[Tensor | None, Tensor | None]:
+            if tp is None:
+                return differentiate_product(gradient, kept, w, needed)
+            return differentiate_entered(gradient, kept, w, tp, needed)
 
-        dx, _ = differentiate_product(gradient, x, w, (needs_input, False))
-        if dx is not None and tp is not None:
-            dx = scatter_sequence(dx, tp)
-        dw = None
-        if needs_weight and not defer_gradient(ctx.weight, differentiate_weight):
-            dw = differentiate_weight()
-        return dx, dw, None
+        if needs_weight and defer_gradient(ctx.weight, lambda: differentiate(False, True)[1]):
+            return differentiate(needs_input, False)[0], None, None
+        return *differentiate(needs_input, needs_weight), None
 
 
 def multiply_deferring(x: Tensor, w: Tensor, tp: TensorParallel | None = None) -> Tensor:
-    """`products.linear`, or with `tp` `layers.multiply_shard`, bit for bit, whose weight gradient can be deferred.
-    x [..., in], w [out, in], a parameter -> [..., out]. Not for compiled code, which would compute both gradients."""
+    """`products.linear`, or with `tp` `overlapped.enter_and_multiply`, bit for bit, whose weight gradient can be
+    deferred. x [..., in], w [out, in], a parameter -> [..., out]. Not for compiled code, which would compute both
+    gradients."""
     y: Tensor = _DeferringProduct.apply(x, w, tp)
     return y

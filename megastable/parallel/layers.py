@@ -8,69 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from megastable.base.products import differentiate_product, linear, multiply_rows
-from megastable.parallel.mappings import (
-    enter_tensor_region,
-    gather_again,
-    gather_sequence,
-    leave_tensor_region,
-    scatter_sequence,
-)
+from megastable.base.products import linear, linear_of_parameter
+from megastable.parallel.mappings import leave_tensor_region
+from megastable.parallel.overlapped import enter_and_multiply, multiply_and_leave
 from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import TensorParallel
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; FP8 replaces it
 
 
-class _ShardProduct(torch.autograd.Function):
-    """x of the whole sequence, times w; saves this rank's shard of x (Korthikanti et al., arXiv:2205.05198, section
-    4.2.2) and the weight as the Parameter itself, as `products.linear_of_parameter` does."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        ctx.save_for_backward(shard, w)
-        return multiply_rows(gather_sequence(shard, tp), w)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        shard, w = ctx.saved_tensors
-        whole_input = gather_again(shard, gradient, ctx.tp)
-        dx, dw = differentiate_product(gradient, whole_input, w, ctx.needs_input_grad)
-        return None if dx is None else scatter_sequence(dx, ctx.tp), dw, None
-
-
-def multiply_shard(shard: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
-    """`linear` of `enter_tensor_region`, bit for bit: shard [s / tensor, b, in], w [out, in] -> [s, b, out]. Of the
-    gathered tensor nothing is kept for the backward pass, which gathers again."""
-    y: Tensor = _ShardProduct.apply(shard, w, tp)
-    return y
-
-
 class ColumnParallelLinear(nn.Module):
     """y = x W^T, W [out, in] split along out. `sections`: sizes of fused outputs, split one by one.
 
-    Input [s, b, in] (or its sequence shard), output [s, b, out / tensor]. With `tp.gathers_again` the `product` takes
-    the shard.
+    Input [s, b, in] (or its sequence shard), output [s, b, out / tensor]. With more than one rank the `product` takes
+    the input as it is, and enters the tensor-parallel region itself.
     """
 
     def __init__(self, inputs: int, sections: Sequence[int], tp: TensorParallel, name: str) -> None:
         super().__init__()
         self.tp = tp
-        self.product: Product = partial(multiply_shard, tp=tp) if tp.gathers_again else linear
+        self.product: Product = partial(enter_and_multiply, tp=tp) if tp.size > 1 else linear
         self.weight = nn.Parameter(torch.empty(sum(sections) // tp.size, inputs))
         set_placement(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x if self.tp.gathers_again else enter_tensor_region(x, self.tp), self.weight)
+        return self.product(x, self.weight)
 
 
 class ColumnParallelBias(nn.Module):
@@ -99,6 +66,9 @@ class RowParallelLinear(nn.Module):
         set_placement(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
+        # What replaces the product, as FP8 and traces do, multiplies the whole.
+        if self.tp.chunks > 1 and self.product in (linear, linear_of_parameter):
+            return multiply_and_leave(x, self.weight, self.tp)
         return leave_tensor_region(self.product(x, self.weight), self.tp)
 
 

@@ -8,15 +8,14 @@ With a group of one, every function returns its input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from megastable.base.collectives import gather_objects
 from megastable.parallel.layout import find_own_tokens
@@ -47,26 +46,48 @@ def scatter_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     return own_part
 
 
-def gather_again(shard: Tensor, after: Tensor, tp: TensorParallel) -> Tensor:
-    """`gather_sequence` in a backward pass, of a shard that the forward pass has gathered before. after: a gradient."""
-    if torch.compiler.is_compiling():
-        return _gather_op(shard, after, tp.size, tp.group.group_name)
-    return gather_sequence(shard, tp)
+class Begun(NamedTuple):
+    """A message under way; its result may be read after `wait`."""
+
+    result: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
 
 
-# torch.compile would otherwise gather once and keep the result: to it both are the same number, which it may compute
-# whenever it likes. `after` ties this one to the backward pass.
-@torch.library.custom_op("megastable::gather_again", mutates_args=())
-def _gather_op(shard: Tensor, after: Tensor, ranks: int, group: str) -> Tensor:
-    whole_tensor = shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
-    tensor_group = _resolve_process_group(group)  # type: ignore[arg-type]
-    _gather(whole_tensor, shard.contiguous(), group=tensor_group)
-    return whole_tensor
+def begin_gather(x: Tensor, tp: TensorParallel) -> Begun:
+    """`gather_sequence`, while something else is computed."""
+    whole_tensor = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+    return Begun(whole_tensor, _gather(whole_tensor, x.contiguous(), group=tp.group, async_op=True))
 
 
-@_gather_op.register_fake
-def _(shard: Tensor, after: Tensor, ranks: int, group: str) -> Tensor:
-    return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+def begin_scatter(x: Tensor, tp: TensorParallel, own_part: Tensor | None = None) -> Begun:
+    """`scatter_sequence`, into a contiguous `own_part` if given, while something else is computed."""
+    if own_part is None:
+        own_part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    return Begun(own_part, _scatter(own_part, x.contiguous(), group=tp.group, async_op=True))
+
+
+def begin_entering_sum(gradient: Tensor, tp: TensorParallel) -> Begun:
+    """The backward pass of `enter_tensor_region`, while something else is computed. gradient [s, b, h]: contiguous, and
+    nobody else's: without sequence parallelism the sum replaces it."""
+    if tp.sequence:
+        return begin_scatter(gradient, tp)
+    return Begun(gradient, dist.all_reduce(gradient, group=tp.group, async_op=True))
+
+
+def gather_slices(shard: Tensor, tp: TensorParallel) -> Iterator[Tensor]:
+    """Of every rank's shard [s / tensor, ...] slice after slice, of `tp.chunks`: [tensor, s / tensor / chunks, ...].
+    While one is used, the next one is gathered; there are never more than these two."""
+    own_slices = shard.split(shard.shape[0] // tp.chunks)
+    begun = begin_gather(own_slices[0], tp)
+    for next_slice in own_slices[1:]:
+        following = begin_gather(next_slice, tp)
+        yield begun.wait().unflatten(0, (tp.size, -1))
+        begun = following
+    yield begun.wait().unflatten(0, (tp.size, -1))
 
 
 def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:

@@ -66,7 +66,8 @@ class TensorParallel:
 
     `sequence`: activations between the parallel regions are split along the sequence (arXiv:2205.05198).
     `gathers_again`: a column-parallel layer then keeps its own part of the sequence, and gathers the rest again in
-    the backward pass.
+    the backward pass. `chunks`: in which the layers send what they gather and scatter along the sequence, each beside
+    a product.
     """
 
     group: Any = None
@@ -74,6 +75,7 @@ class TensorParallel:
     size: int = 1
     sequence: bool = False
     gathers_again: bool = False
+    chunks: int = 1
 
 
 @dataclass(frozen=True)

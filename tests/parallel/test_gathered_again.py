@@ -43,7 +43,7 @@ def run_block(c: RunConfig, compiled: bool) -> tuple[int, list[Tensor]]:
     import torch.distributed as dist
 
     p = c.parallel
-    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, True, p.gathers_again)
+    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, True, p.gathers_again, p.tensor_overlap)
     torch.manual_seed(dist.get_rank())
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[c.precision.kind]
     block = Block(c.model, tp, 0, p.recompute, Kernels("sdpa", "chunked", compiled))
@@ -80,13 +80,15 @@ CASES = [
 
 
 def run_both_ways(compiled: bool) -> dict[tuple[str, str, str], list[tuple[int, int, list[Tensor]]]]:
-    """Of a rank, by case, keeping what was gathered and gathering again: bytes saved and planned, and the tensors."""
+    """Of a rank, by case, keeping what was gathered and gathering again, whole and in chunks: bytes saved and planned,
+    and the tensors."""
     found = {}
     with without_kernels():
         for norms, precision, recompute in CASES:
             ways = found[norms, precision, recompute] = []
-            for is_kept in (True, False):
-                c = config(norms, precision, recompute=recompute, keep_gathered=is_kept)
+            for is_kept, chunks in ((True, 1), (False, 1), (True, 4), (False, 4)):
+                ways_asked = {"recompute": recompute, "keep_gathered": is_kept, "tensor_overlap": chunks}
+                c = config(norms, precision, **ways_asked)
                 saved, tensors = run_block(c, compiled)
                 planned = list_block_operations(c, PlannedKernels("sdpa", "chunked", compiled, gpu=False))
                 ways.append((saved, count_kept_bytes(planned), tensors))
@@ -97,8 +99,10 @@ def run_both_ways(compiled: bool) -> dict[tuple[str, str, str], list[tuple[int, 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_keeps_its_shards_and_gives_the_same_bytes(compiled: bool) -> None:
     for rank in run_ranks(2, run_both_ways, compiled):
-        for (norms, precision, recompute), (kept, again) in rank.items():
-            assert all(a.equal(b) for a, b in zip(kept[2], again[2], strict=True)), (norms, recompute)
+        for (norms, precision, recompute), (kept, again, *in_chunks) in rank.items():
+            for way in (again, *in_chunks):
+                assert all(a.equal(b) for a, b in zip(kept[2], way[2], strict=True)), (norms, recompute)
+            assert [way[:2] for way in in_chunks] == [kept[:2], again[:2]]
             shard = LENGTH // 2 * MICRO_BATCH * HIDDEN * (4 if precision == "fp32" else 2)
             assert kept[0] - again[0] == kept[1] - again[1] == (recompute != "full") * 2 * shard
             if not compiled:

@@ -1,0 +1,220 @@
+"""Messages beside the products of the parallel layers: the bytes of the plain path, in this order and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.base.products import linear, multiply_parts, multiply_rows
+from megastable.config.tree import RunConfig
+from megastable.engine.flatstate import KINDS
+from megastable.parallel import mappings, overlapped
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.mappings import enter_tensor_region, leave_tensor_region
+from megastable.parallel.topology import TensorParallel
+from tests.distributed import run_ranks
+from tests.engine.engines import build_engine, take_batch
+from tests.parallel.test_layouts import batches
+from tests.parallel.test_layouts import config as layout_config
+
+STEPS = 10
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """The reference: whole messages, each waited for before anything else is computed."""
+
+    def enter(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        return linear(enter_tensor_region(x, layer.tp), layer.weight)
+
+    def leave(layer: RowParallelLinear, x: Tensor) -> Tensor:
+        return leave_tensor_region(linear(x, layer.weight), layer.tp)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ColumnParallelLinear, "forward", enter)
+        patch.setattr(RowParallelLinear, "forward", leave)
+        yield
+
+
+SEQUENCE = {"tensor": 2, "sequence": True}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-fp32": (2, {"tensor": 2, "tied": True}),
+    "tp2-bf16-full": (2, {"tensor": 2, "recompute": "full", "precision": "bf16"}),
+    "sequence-tp2-bf16": (2, SEQUENCE | {"precision": "bf16"}),
+    "sequence-tp2-fp32-chunks": (2, SEQUENCE | {"tensor_overlap": 2, "recompute": "selective"}),
+    "sequence-tp2-bf16-tied-full-chunks": (
+        2, SEQUENCE | {"tensor_overlap": 4, "recompute": "full", "precision": "bf16", "tied": True},
+    ),
+    "sequence-tp2-bf16-kept-zero3-chunks": (
+        2, SEQUENCE | {"tensor_overlap": 2, "keep_gathered": True, "zero": 3, "precision": "bf16"},
+    ),
+    "sequence-tp2-dp2-bf16-chunks": (
+        4, SEQUENCE | {"tensor_overlap": 2, "recompute": "selective", "precision": "bf16"},
+    ),
+    "sequence-tp4-fp32-chunks": (4, SEQUENCE | {"tensor": 4, "tensor_overlap": 2, "model": {"kv_heads": 4}}),
+    "sequence-tp4-bf16-full": (
+        4, SEQUENCE | {"tensor": 4, "recompute": "full", "precision": "bf16", "model": {"kv_heads": 4}},
+    ),
+    "sequence-pp2-tp2-bf16-tied-chunks": (
+        4, SEQUENCE | {"pipeline": 2, "tensor_overlap": 4, "precision": "bf16", "tied": True},
+    ),
+    "sequence-pp2-tp2-fp32-full-chunks": (
+        4, SEQUENCE | {"pipeline": 2, "tensor_overlap": 2, "recompute": "full"},
+    ),
+}  # fmt: skip
+
+
+def train_steps(c: RunConfig) -> dict[str, Any]:
+    engine = build_engine(c)
+    numbers: list[float] = []
+    for batch in (batches() * 3)[:STEPS]:
+        measured, applied = engine.train_step(take_batch(engine, batch), 1e-3, lambda m: m.finite)
+        assert applied
+        numbers += [measured.loss, measured.grad_norm, *measured.losses.tolist()]
+    flat = engine.flat_state()
+    state = {f"{kind}/{n}": t.clone() for kind in KINDS for n, t in flat.gather_shards(kind).items()}
+    return {"numbers": numbers, "state": state}
+
+
+def train_both_ways(cases: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Of a rank, by case: the steps by the plain path and by the real one."""
+    found = {}
+    for name, options in cases.items():
+        with plain_layers():
+            found[name] = [train_steps(layout_config(**options | {"tensor_overlap": 1}))]
+        found[name].append(train_steps(layout_config(**options)))
+    return found
+
+
+QUICK = ["tp2-fp32", "sequence-tp2-fp32-chunks"]
+REST = [name for name in CASES if name not in QUICK]
+
+
+@pytest.mark.quick("quick")
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        pytest.param(2, QUICK, id="quick"),
+        *(pytest.param(world, [n for n in REST if CASES[n][0] == world], id=str(world)) for world in (2, 4)),
+    ],
+)
+def test_steps_with_messages_beside_the_products_are_the_same_bytes(world: int, names: list[str]) -> None:
+    cases = {name: CASES[name][1] for name in names}
+    for rank in run_ranks(world, train_both_ways, cases):
+        for name in cases:
+            plain, beside = rank[name]
+            assert plain["numbers"] == beside["numbers"], name
+            assert plain["state"].keys() == beside["state"].keys()
+            assert all(plain["state"][key].equal(beside["state"][key]) for key in plain["state"]), name
+
+
+# The order
+
+
+class TracedWork:
+    def __init__(self, work: Any, name: str, events: list[str]) -> None:
+        self.work, self.name, self.events = work, name, events
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.events.append(f"{self.name} over")
+
+
+def trace_passes(chunks: int, gathers_again: bool, sequence: bool) -> dict[str, list[str]]:
+    """Of a rank: messages and products of both layers in the order in which they begin and end."""
+    import torch.distributed as dist
+
+    events: list[str] = []
+    counts: dict[str, int] = {}
+
+    def trace_message(name: str, send: Any) -> Any:
+        def begin(*args: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            label = f"{name} {counts[name]}"
+            events.append(label)
+            work = send(*args, **options)
+            return TracedWork(work, label, events) if options.get("async_op") else work
+
+        return begin
+
+    def trace_product(name: str, product: Any) -> Any:
+        def multiply(*args: Any, **options: Any) -> Any:
+            events.append(name)
+            return product(*args, **options)
+
+        return multiply
+
+    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, sequence, gathers_again, chunks)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, send in (("gather", "_gather"), ("scatter", "_scatter")):
+            patch.setattr(mappings, send, trace_message(name, getattr(mappings, send)))
+        patch.setattr(mappings.dist, "all_reduce", trace_message("sum", dist.all_reduce))
+        for name, of in (("y", "multiply_rows"), ("part", "multiply_parts"), ("dx", "differentiate_input"),
+                         ("dw", "differentiate_weight")):  # fmt: skip
+            patch.setattr(overlapped, of, trace_product(name, getattr(overlapped, of)))
+        for layer in ("column", "row"):
+            if layer == "row" and chunks == 1:
+                continue
+            multiply = overlapped.enter_and_multiply if layer == "column" else overlapped.multiply_and_leave
+            length = 8 // (2 if sequence and layer == "column" else 1)
+            x = torch.randn(length, 1, 4, requires_grad=True)
+            w = torch.randn(4, 4, requires_grad=True)
+            for when in ("forward", "backward"):
+                events.clear()
+                counts.clear()
+                if when == "forward":
+                    y = multiply(x, w, tp)
+                else:
+                    y.backward(torch.ones_like(y))
+                found[f"{layer} {when}"] = events.copy()
+    return found
+
+
+def trace_all() -> list[dict[str, list[str]]]:
+    return [
+        trace_passes(*way)
+        for way in ((1, False, False), (1, False, True), (1, True, True), (4, True, True), (4, False, True))
+    ]
+
+
+IN_SLICES = [
+    "gather 1", "gather 2", "gather 1 over", "part", "gather 3", "gather 2 over", "part", "gather 4", "gather 3 over",
+    "part", "gather 4 over", "part",
+]  # fmt: skip
+OUT_IN_SLICES = [
+    "part", "scatter 1", "part", "scatter 2", "scatter 1 over", "part", "scatter 3", "scatter 2 over", "part",
+    "scatter 4", "scatter 3 over", "scatter 4 over",
+]  # fmt: skip
+
+
+def test_every_message_is_under_way_while_something_is_multiplied() -> None:
+    again = ["gather 1", "dx", "scatter 1", "gather 1 over", "dw", "scatter 1 over"]
+    kept = ["dx", "scatter 1", "dw", "scatter 1 over"]
+    row = {"row forward": OUT_IN_SLICES, "row backward": [*IN_SLICES, "dw"]}
+    for plain, whole_kept, whole, sliced, sliced_kept in run_ranks(2, trace_all):
+        assert plain == {"column forward": ["y"], "column backward": ["dx", "sum 1", "dw", "sum 1 over"]}
+        assert whole_kept == {"column forward": ["gather 1", "y"], "column backward": kept}
+        assert whole == {"column forward": ["gather 1", "y"], "column backward": again}
+        assert sliced == {"column forward": IN_SLICES, "column backward": again} | row
+        assert sliced_kept == {"column forward": IN_SLICES, "column backward": kept} | row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_of_parts_has_the_rows_of_the_whole(dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(3)
+    for parts, rows, inputs, outputs in ((2, 4, 32, 24), (4, 16, 64, 96), (8, 64, 256, 40)):
+        x = torch.randn(parts, 3, rows, inputs, generator=drawn).to(dtype)
+        w = torch.randn(outputs, inputs, generator=drawn).to(dtype)
+        y = torch.zeros(parts, 3, rows, outputs, dtype=dtype)
+        for number in range(3):
+            assert multiply_parts(x[:, number], w, out=y[:, number]).data_ptr() == y[:, number].data_ptr()
+            assert multiply_parts(x[:, number], w).equal(y[:, number])
+        whole = multiply_rows(x.flatten(0, 2), w)
+        assert whole.equal(y.flatten(0, 2))
+        assert torch.allclose(whole.float(), (x.flatten(0, 2).float() @ w.float().t()), rtol=1e-2, atol=1e-2)
