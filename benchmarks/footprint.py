@@ -85,6 +85,8 @@ LAYOUTS = {
     "TP2+SP": Case(2, SP2),
     "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
     "TP2+SP keeps what it gathered": Case(2, SP2 | {"keep_gathered": True}),
+    "TP2+SP in chunks": Case(2, SP2 | {"tensor_overlap": 4}),
+    "TP2+SP keeps what it gathered, in chunks": Case(2, SP2 | {"keep_gathered": True, "tensor_overlap": 4}),
     "TP2+SP FP8 current": Case(2, SP2, precision={"fp8": "current"}),
     "PP2": Case(2, PP2),
     "PP2 accumulation 4": Case(2, PP2, accumulation=4),

@@ -61,6 +61,14 @@ LAYOUTS = {
     "TP2+SP selective": Case(2, SP2 | {"recompute": "selective"}),
     "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
     "TP2+SP keeps what it gathered": Case(2, SP2 | {"keep_gathered": True}),
+    "TP2+SP in chunks": Case(2, SP2 | {"tensor_overlap": 4}),
+    "TP2+SP tied full in chunks": Case(
+        2, SP2 | {"recompute": "full", "tensor_overlap": 2}, {"tied": True} | MIXED
+    ),
+    "TP2+SP FP8 but for a block and a layer, in chunks": Case(
+        2, SP2 | {"tensor_overlap": 2},
+        precision={"fp8": {"recipe": "current", "keep_first": 1, "keep": ["blocks.2.mlp.down"]}},
+    ),
     "TP2+SP Gemma 2 full": Case(2, SP2 | {"recompute": "full"}, GEMMA2),
     "TP4": Case(4, {"tensor": 4}),
     "PP2": Case(2, PP2),

@@ -118,7 +118,7 @@ def multiply_entered(x: Tensor, w: Tensor, tp: TensorParallel) -> tuple[Tensor, 
 def differentiate_entered(
     gradient: Tensor, kept: Tensor, w: Tensor, tp: TensorParallel, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`. kept: of the forward pass."""
+    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`. kept: by `multiply_entered`."""
     gathering = begin_gather(kept, tp) if tp.gathers_again and needed[1] else None
     gradient_rows, summing, dw = flatten_rows(gradient), None, None
     if needed[0]:

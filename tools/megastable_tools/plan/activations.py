@@ -163,7 +163,7 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     if is_selective and is_whole:
         attention.append(SavedOperation((), z.e * (z.N * z.q + z.n * z.h)))
     else:
-        attention.append(_linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h))
+        attention.append(_left("attention output", config, z, z.q))
     gate_and_up = (Saved("gate and up", z.N * 2 * z.f, z.e),)
     swiglu = SavedOperation(gate_and_up, (3 if is_fused else 4) * z.e * z.N * z.f)
     mlp = [_entered("MLP input", config, z, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
@@ -176,7 +176,7 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     if is_whole and is_selective:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
-        mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
+        mlp.append(_left("SwiGLU output", config, z, z.f))
     first_norm = _norm("attention norm", z, z.stream, z.n, is_whole)
     second_norm = _norm("MLP norm", z, z.stream, z.n, is_whole)
     # Of `mixed` the last block: the others save the same, in another order.
@@ -221,8 +221,15 @@ def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) ->
     return SavedOperation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
 
 
+def _left(name: str, config: RunConfig, z: ShapeSizes, inputs: int) -> SavedOperation:
+    """A row-parallel layer. In chunks its backward pass also has the gradient of the whole sequence, and two slices."""
+    of_shard, chunks = _linear(name, z, z.N * inputs, z.n * z.h, inputs * z.h), config.parallel.tensor_overlap
+    sliced_bytes = z.e * z.N * z.h * (1 + 2 / chunks) if chunks > 1 else 0
+    return replace(of_shard, backward=of_shard.backward + int(sliced_bytes))
+
+
 def _entered(name: str, config: RunConfig, z: ShapeSizes, outputs: int, weight: int) -> SavedOperation:
-    """A column-parallel layer: see `layers.multiply_shard`."""
+    """A column-parallel layer: see `overlapped.enter_and_multiply`."""
     whole_input = _linear(name, z, z.N * z.h, outputs, weight)
     if not config.parallel.gathers_again:
         return whole_input

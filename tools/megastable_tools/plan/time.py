@@ -9,7 +9,8 @@ stage, and one of every other stage while the pipe fills and drains (Narayanan e
 ZB-H1: while it does, weight gradients are computed twice (Qi et al., arXiv:2401.10241, section 2.3).
 Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
 buckets (engine/gradient_sums.py), in other precisions after it, and weights are gathered after the update; ZeRO 2 and 3
-communicate during computing.
+communicate during computing. Messages of tensor parallelism are hidden by the product that each goes beside, and by no
+more than it takes (parallel/overlapped.py).
 
 Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
 """
@@ -411,12 +412,29 @@ class _Prediction:
                 attention_work = (o for o in self._operations(stage) if o[0].kind == work.ATTENTION)
                 attention_seconds = sum(times * seconds for _, times, seconds in attention_work)
                 beside_seconds = min(computing, attention_seconds * (context_ranks - 1) / context_ranks)
-            seconds, hidden = self._hide(self._moving(terms) / n, beside_seconds, is_hidden)
+            moving_seconds = self._moving(terms) / n
+            seconds, hidden = self._hide(moving_seconds, beside_seconds, is_hidden)
+            if group_name == "tensor" and self.others == DEEPSPEED:
+                hidden = self._hide_tensor(stage)
+                seconds = moving_seconds - hidden
             computing -= hidden
             because = f"{self._sent(terms) / n / 1e9:.3g} GB in {sum(t.calls for t in terms) // n} messages "
             because += self.links[group_name].told + _beside(hidden)
             time_lines.append(TimeShare(f"{group_name} parallelism", group_name, seconds, because))
         return time_lines
+
+    def _hide_tensor(self, stage: int) -> float:
+        """Seconds of a micro-batch's messages over the tensor group that go on beside products. Of those in chunks one
+        has no product beside it: the first that is gathered, the last that is summed."""
+        z, tensor_ranks, hidden_seconds = self.sizes, self.members["tensor"], 0.0
+        for block_kind, block_count in self.held[stage][1]:
+            for o, seconds in self._block(block_kind):
+                if o.beside:
+                    given_bytes = z.N * z.h * z.e // o.times // (tensor_ranks if o.beside == "all-gather" else 1)
+                    message = volume.Term("", "tensor", o.beside, given_bytes, o.times)
+                    _, hidden = self._hide(self._moving([message]), seconds * o.times, True)
+                    hidden_seconds += block_count * hidden * (1 if o.times == 1 else 1 - 1 / o.times)
+        return hidden_seconds
 
     def _data(self, stage: int, computing: float) -> list[TimeShare]:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""

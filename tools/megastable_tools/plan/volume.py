@@ -12,19 +12,22 @@ step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 from typing import Any
 
 from megastable.config.model import ModelConfig
+from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
+from megastable.model.sizes import GPU_ELEMENTS, chunk_size, fp8_linears, layer_costs
 from megastable.parallel.layout import cut_into_buckets, cut_into_stages, limit_bucket
 from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
 FP32, FP64, INT32 = 4, 8, 4
+COLUMNS = frozenset({"attention.qkv", "mlp.gate_up"})  # column-parallel layers of LINEARS
+ROWS = frozenset(LINEARS) - COLUMNS
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
 DEFAULT_BUCKET = 5e8  # elements of DeepSpeed's reduce_bucket_size
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
@@ -113,6 +116,18 @@ def needs_product(model: ModelConfig, block: int) -> bool:
     """Whether the backward pass of a block needs the result of its last product: a norm that follows it does, the
     residual sum does not."""
     return model.placement_of(block) != "before"
+
+
+def recomputes_last(config: RunConfig, block: int, cut: Set[str]) -> bool:
+    """Whether the recomputation of a whole block computes its last product, too. It ends at the last tensor that the
+    backward pass needs, and so before that product if no norm follows it; in chunks, behind it. cut: `cut_linears`."""
+    return needs_product(config.model, block) or "mlp.down" in cut
+
+
+def cut_linears(config: RunConfig, eight: Set[str]) -> frozenset[str]:
+    """The linear layers of a block that send in chunks (parallel/overlapped.py): those that are not in FP8. eight: of
+    `sizes.fp8_linears`."""
+    return frozenset() if config.parallel.tensor_overlap == 1 else frozenset(LINEARS) - eight
 
 
 def parameter_sizes(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
@@ -241,9 +256,11 @@ def _activations(
     whole_bytes = own_tokens * m.hidden * count_element_bytes(config)
     part_bytes = whole_bytes // tensor_ranks
     is_full = parallel_config.recompute == "full"
-    # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
-    # block's last product is not reduced again.
-    recomputed_products = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
+    # By block: the layers that send in chunks.
+    cut = [cut_linears(config, fp8_linears(config, block)) for block in range(first, first + blocks)]
+    recomputed_products = sum(
+        1 + recomputes_last(config, first + i, linears) for i, linears in enumerate(cut)
+    )
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
     entered_again, left_again = (2 * blocks, recomputed_products) if is_full else (0, 0)
@@ -252,11 +269,20 @@ def _activations(
         return Term(what, "tensor", collective, size, calls * micro_batches)
 
     if parallel_config.sequence:
+        columns, rows = (sum(len(linears & side) for linears in cut) for side in (COLUMNS, ROWS))
+        chunks = parallel_config.tensor_overlap
+
+        def slices(what: str, collective: str, size: int, calls: int, cut_calls: int) -> list[Term]:
+            return [
+                tensor(what, collective, size, calls - cut_calls),
+                tensor(what, collective, size // chunks, cut_calls * chunks),
+            ]
+
         terms = [
-            tensor("activations, forward", "all-gather", part_bytes, entered),
-            tensor("activations, forward", "reduce-scatter", whole_bytes, left),
-            tensor("activations, recomputed", "all-gather", part_bytes, entered_again),
-            tensor("activations, recomputed", "reduce-scatter", whole_bytes, left_again),
+            *slices("activations, forward", "all-gather", part_bytes, entered, columns),
+            *slices("activations, forward", "reduce-scatter", whole_bytes, left, rows),
+            *slices("activations, recomputed", "all-gather", part_bytes, entered_again, columns * is_full),
+            *slices("activations, recomputed", "reduce-scatter", whole_bytes, left_again, rows * is_full),
             tensor(
                 "activations, gathered again",
                 "all-gather",
@@ -264,7 +290,7 @@ def _activations(
                 2 * blocks * parallel_config.gathers_again,
             ),
             tensor("their gradients", "reduce-scatter", whole_bytes, entered),
-            tensor("their gradients", "all-gather", part_bytes, left),
+            *slices("their gradients", "all-gather", part_bytes, left, rows),
         ]
     else:
         terms = [

@@ -21,11 +21,13 @@ from megastable.optim.ownership import ITERATIONS
 from megastable_tools.plan.activations import ShapeSizes
 from megastable_tools.plan.updates import busiest_flops, stage_matrices, update_cost_of
 from megastable_tools.plan.volume import (
+    COLUMNS,
     Stage,
     count_element_bytes,
-    needs_product,
+    cut_linears,
     parameter_groups,
     parameter_sizes,
+    recomputes_last,
 )
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
@@ -38,7 +40,8 @@ class Operation:
     """`times` operations of one kind in a micro-batch (or in a step, for the update).
 
     kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
-    operation, a fraction for what is done once a step.
+    operation, a fraction for what is done once a step. beside: the collective over the tensor group that goes on
+    meanwhile (parallel/overlapped.py), in as many calls as there are operations.
     """
 
     what: str
@@ -49,6 +52,7 @@ class Operation:
     shortest: float = float("inf")
     kernels: float = 1
     when: str = FORWARD
+    beside: str = ""
 
 
 # Memory passes that FP8 adds per tensor, in bytes per element: forward for an activation, for a weight, backward for
@@ -62,6 +66,7 @@ def list_block_work(
 ) -> Iterator[Operation]:
     """Block `number` and one of `micro_batches`: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8_config = config.parallel, config.precision.fp8
+    cut = cut_linears(config, eight)
     is_full, is_selective = p.recompute == "full", p.recompute == "selective"
     linear_sizes = (
         (z.h, z.q + 2 * z.k),
@@ -74,10 +79,30 @@ def list_block_work(
         product_bytes = (1 if in_eight else z.e) * (z.N * k + k * n) + z.e * z.N * n
         product_kind, flops = EIGHT if in_eight else PRODUCT, 2 * z.N * k * n
         product = Operation(name, product_kind, flops, product_bytes, shortest=min(z.N, k, n))
-        # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
-        is_recomputed = is_full and (name != "mlp.down" or needs_product(config.model, number))
-        step_passes = [(FORWARD, 1), (AGAIN, int(is_recomputed)), (BACKWARD, 2)]
-        yield from (replace(product, when=when, times=times) for when, times in step_passes if times)
+        chunks, is_column = p.tensor_overlap if name in cut else 1, name in COLUMNS
+        # In chunks the weight is read for every one of them.
+        in_chunks = replace(
+            product, flops=flops / chunks, bytes=product_bytes / chunks + (1 - 1 / chunks) * z.e * k * n,
+            shortest=min(z.N / chunks, k, n), times=chunks,
+        )  # fmt: skip
+        # What was gathered in slices is put together: a gradient, or an input that is kept.
+        joined = Operation(f"{name}: slices", MEMORY, 0, 2 * z.e * z.N * (k if is_column else n))
+        forth, back = ("all-gather", "reduce-scatter") if is_column else ("reduce-scatter", "all-gather")
+        is_recomputed = is_full and (name != "mlp.down" or recomputes_last(config, number, cut))
+        for when in (FORWARD, AGAIN) if is_recomputed else (FORWARD,):
+            yield replace(in_chunks, when=when, beside=forth if chunks > 1 else "")
+            if chunks > 1 and is_column and not p.gathers_again:
+                yield replace(joined, when=when)
+        # The gradients of the input and of the weight.
+        if is_column:
+            yield replace(product, when=BACKWARD, beside="all-gather" if p.gathers_again else "")
+            summed = "" if p.tensor == 1 else back if p.sequence else "all-reduce"
+            yield replace(product, when=BACKWARD, beside=summed)
+        else:
+            yield replace(in_chunks, when=BACKWARD, beside=back if chunks > 1 else "")
+            if chunks > 1:
+                yield replace(joined, when=BACKWARD)
+            yield replace(product, when=BACKWARD)
         if in_eight and fp8_config is not None:
             each = PASSES[fp8_config.recipe]
             is_kept = keeps_weight_casts(config)
