@@ -66,7 +66,8 @@ LAYOUTS = {
         2, SP2 | {"recompute": "full", "tensor_overlap": 2}, {"tied": True} | MIXED
     ),
     "TP2+SP FP8 but for a block and a layer, in chunks": Case(
-        2, SP2 | {"tensor_overlap": 2},
+        2,
+        SP2 | {"tensor_overlap": 2},
         precision={"fp8": {"recipe": "current", "keep_first": 1, "keep": ["blocks.2.mlp.down"]}},
     ),
     "TP2+SP Gemma 2 full": Case(2, SP2 | {"recompute": "full"}, GEMMA2),

@@ -64,14 +64,15 @@ class _Entering(torch.autograd.Function):
         return *differentiate_entered(gradient, kept, w, ctx.tp, ctx.needs_input_grad), None
 
 
-class _Leaving(torch.autograd.Function):
+class _Kept(torch.autograd.Function):
+    """Saves x and w before `_Leaving` computes anything: a recomputation, which ends at the last tensor that it needs,
+    then ends before a block's last product. What it gives has the shape of the result, and no memory."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         ctx.save_for_backward(x, w)
-        if torch.compiler.is_compiling():
-            return _left_op(x, w, *_describe(tp))
-        return multiply_left(x, w, tp)
+        return x.new_empty(1).expand(x.shape[0] // tp.size, *x.shape[1:-1], w.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -80,6 +81,16 @@ class _Leaving(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return *_left_gradients_op(gradient, x, w, *_describe(ctx.tp)), None
         return *differentiate_left(gradient, x, w, ctx.tp, ctx.needs_input_grad), None
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
+        return _left_op(x, w, *_describe(tp)) if torch.compiler.is_compiling() else multiply_left(x, w, tp)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient, None, None, None
 
 
 def enter_and_multiply(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
@@ -93,7 +104,7 @@ def enter_and_multiply(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
 def multiply_and_leave(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
     """`leave_tensor_region` of `linear` in `tp.chunks`, bit for bit: x [s, b, in], w [out, in] -> this rank's
     [s / tensor, b, out]. Saves w as `enter_and_multiply` does."""
-    y: Tensor = _Leaving.apply(x, w, tp)
+    y: Tensor = _Leaving.apply(_Kept.apply(x, w, tp), x.detach(), w.detach(), tp)
     return y
 
 
@@ -118,7 +129,7 @@ def multiply_entered(x: Tensor, w: Tensor, tp: TensorParallel) -> tuple[Tensor, 
 def differentiate_entered(
     gradient: Tensor, kept: Tensor, w: Tensor, tp: TensorParallel, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`. kept: by `multiply_entered`."""
+    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`."""
     gathering = begin_gather(kept, tp) if tp.gathers_again and needed[1] else None
     gradient_rows, summing, dw = flatten_rows(gradient), None, None
     if needed[0]:

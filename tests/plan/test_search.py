@@ -47,18 +47,19 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, search.CONTEXT_BY, (False, True), range(4), search.RECOMPUTE, (False, True),
-        search.SCHEDULES, range(1, base.train.global_batch + 1), (base.precision.fp8,),
+        search.SCHEDULES, (1, *search.CHUNKS), range(1, base.train.global_batch + 1), (base.precision.fp8,),
     )  # fmt: skip
     for choice in itertools.starmap(Choice, settings_):
         if (
             gpus % (choice.tensor * choice.pipeline * choice.context)
             or base.train.global_batch % choice.micro_batch
             or (choice.context == 1 and choice.context_by == "ring")
+            or choice.tensor_overlap > 1 > choice.sequence
         ):
-            continue  # as deepspeed_config.data_parallel says, but sooner
+            continue  # as deepspeed_config.data_parallel and config/rules.py say, but sooner
         tree = base.model_dump(mode="json")
         tree["train"]["micro_batch"] = choice.micro_batch
-        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:8]}
+        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:-2]}
         try:
             config = recipe.validate_tree(tree, "test")
             data = deepspeed_json.size_of_data_parallel(config, gpus)

@@ -235,6 +235,8 @@ def layout_in_words(found: LayoutPlan) -> str:
     split += f" (context {lay.context}{', a ring' if p.is_ring else ''})" if lay.context > 1 else ""
     if p.sequence:
         split += ", sequence parallelism" + (" that keeps what it gathers" if p.keep_gathered else "")
+    if p.tensor_overlap > 1:
+        split += f" in {p.tensor_overlap} chunks"
     split += ", zero-bubble schedule" if p.schedule == "zero_bubble" else ""
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
     return (
@@ -428,7 +430,8 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
             "context": lay.context, "context_by": c.parallel.context_by,
             "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
-            "schedule": c.parallel.schedule, "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
+            "schedule": c.parallel.schedule, "tensor_overlap": c.parallel.tensor_overlap,
+            "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,
         },
         "fits": found.fits,

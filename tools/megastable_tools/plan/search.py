@@ -9,7 +9,7 @@ and by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py
 prunes what cannot be better: a ring that writes its scores out,
 a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
 parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
-models its fewer messages are faster).
+models its fewer messages are faster). Chunks of `parallel.tensor_overlap` are chosen for each plan that fits.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ Schedule = Literal["1f1b", "zero_bubble"]
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zero_bubble")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO = (1, 2, 3)
+CHUNKS = (2, 4, 8)
 GIB = 2**30
 HEADROOM = 0.05  # of usable memory: the error of the memory formulas (docs/planning.md)
 
@@ -59,6 +60,7 @@ class Choice(NamedTuple):
     recompute: Recompute
     keep_gathered: bool
     schedule: Schedule
+    tensor_overlap: int
     micro_batch: int
     fp8: Fp8Config | None
 
@@ -153,7 +155,7 @@ def search_layouts(
     nearest_plan: LayoutPlan | None = None
     for found in _judged(config, gpus, cluster, [config.precision.fp8] if precisions is None else precisions):
         if found.fits:
-            fitting_plans.append(found)
+            fitting_plans.append(_choose_chunks(found))
         elif nearest_plan is None or found.left > nearest_plan.left:
             nearest_plan = found
     own_choice = Choice.of(config)
@@ -164,6 +166,26 @@ def search_layouts(
         return found.time.seconds, changed_count, -found.left
 
     return SearchResult(gpus, tuple(sorted(fitting_plans, key=order)), nearest_plan)
+
+
+def _choose_chunks(found: LayoutPlan) -> LayoutPlan:
+    """A plan that fits, in the number of chunks of `parallel.tensor_overlap` that is fastest, of powers of two. Nearly
+    the same memory is enough for all of them."""
+    own_choice, chunk_counts = Choice.of(found.config), CHUNKS if found.config.parallel.sequence else ()
+    best = found
+    for chunk_count in chunk_counts:
+        changed_config = apply_choice(found.config, own_choice._replace(tensor_overlap=chunk_count))
+        if changed_config is None:
+            break
+        changed_plan = _judge(changed_config, found.layout.data, found.cluster)
+        if (
+            not changed_plan.fits
+            or changed_plan.tight > found.tight
+            or changed_plan.time.seconds >= best.time.seconds
+        ):
+            break
+        best = changed_plan
+    return best
 
 
 def _judged(
@@ -186,7 +208,7 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(*axes, recompute_way, is_kept, schedule, micro_batch, fp8_config)
+                        choice = Choice(*axes, recompute_way, is_kept, schedule, 1, micro_batch, fp8_config)
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:
@@ -288,7 +310,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    if apply_choice(config, Choice(*layout_axes, "full", False, "1f1b", 1, None)) is not None:
+                    if apply_choice(config, Choice(*layout_axes, "full", False, "1f1b", 1, 1, None)) is not None:
                         yield layout_axes, micro_batches
 
 

@@ -430,7 +430,9 @@ class _Prediction:
         for block_kind, block_count in self.held[stage][1]:
             for o, seconds in self._block(block_kind):
                 if o.beside:
-                    given_bytes = z.N * z.h * z.e // o.times // (tensor_ranks if o.beside == "all-gather" else 1)
+                    given_bytes = (
+                        z.N * z.h * z.e // o.times // (tensor_ranks if o.beside == "all-gather" else 1)
+                    )
                     message = volume.Term("", "tensor", o.beside, given_bytes, o.times)
                     _, hidden = self._hide(self._moving([message]), seconds * o.times, True)
                     hidden_seconds += block_count * hidden * (1 if o.times == 1 else 1 - 1 / o.times)

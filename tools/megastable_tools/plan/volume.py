@@ -118,12 +118,6 @@ def needs_product(model: ModelConfig, block: int) -> bool:
     return model.placement_of(block) != "before"
 
 
-def recomputes_last(config: RunConfig, block: int, cut: Set[str]) -> bool:
-    """Whether the recomputation of a whole block computes its last product, too. It ends at the last tensor that the
-    backward pass needs, and so before that product if no norm follows it; in chunks, behind it. cut: `cut_linears`."""
-    return needs_product(config.model, block) or "mlp.down" in cut
-
-
 def cut_linears(config: RunConfig, eight: Set[str]) -> frozenset[str]:
     """The linear layers of a block that send in chunks (parallel/overlapped.py): those that are not in FP8. eight: of
     `sizes.fp8_linears`."""
@@ -256,11 +250,9 @@ def _activations(
     whole_bytes = own_tokens * m.hidden * count_element_bytes(config)
     part_bytes = whole_bytes // tensor_ranks
     is_full = parallel_config.recompute == "full"
-    # By block: the layers that send in chunks.
-    cut = [cut_linears(config, fp8_linears(config, block)) for block in range(first, first + blocks)]
-    recomputed_products = sum(
-        1 + recomputes_last(config, first + i, linears) for i, linears in enumerate(cut)
-    )
+    # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
+    # block's last product is not reduced again.
+    recomputed_products = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
     entered_again, left_again = (2 * blocks, recomputed_products) if is_full else (0, 0)
@@ -269,7 +261,13 @@ def _activations(
         return Term(what, "tensor", collective, size, calls * micro_batches)
 
     if parallel_config.sequence:
-        columns, rows = (sum(len(linears & side) for linears in cut) for side in (COLUMNS, ROWS))
+        # Calls of the layers that send in chunks: column-parallel ones, row-parallel ones, and of those the recomputed.
+        cut = {n: cut_linears(config, fp8_linears(config, n)) for n in range(first, first + blocks)}
+        columns, rows = (sum(len(linears & side) for linears in cut.values()) for side in (COLUMNS, ROWS))
+        rows_again = sum(
+            len(linears & ROWS) - ("mlp.down" in linears and not needs_product(m, n))
+            for n, linears in cut.items()
+        )
         chunks = parallel_config.tensor_overlap
 
         def slices(what: str, collective: str, size: int, calls: int, cut_calls: int) -> list[Term]:
@@ -282,7 +280,9 @@ def _activations(
             *slices("activations, forward", "all-gather", part_bytes, entered, columns),
             *slices("activations, forward", "reduce-scatter", whole_bytes, left, rows),
             *slices("activations, recomputed", "all-gather", part_bytes, entered_again, columns * is_full),
-            *slices("activations, recomputed", "reduce-scatter", whole_bytes, left_again, rows * is_full),
+            *slices(
+                "activations, recomputed", "reduce-scatter", whole_bytes, left_again, rows_again * is_full
+            ),
             tensor(
                 "activations, gathered again",
                 "all-gather",

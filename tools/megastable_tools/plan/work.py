@@ -25,9 +25,9 @@ from megastable_tools.plan.volume import (
     Stage,
     count_element_bytes,
     cut_linears,
+    needs_product,
     parameter_groups,
     parameter_sizes,
-    recomputes_last,
 )
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
@@ -88,7 +88,8 @@ def list_block_work(
         # What was gathered in slices is put together: a gradient, or an input that is kept.
         joined = Operation(f"{name}: slices", MEMORY, 0, 2 * z.e * z.N * (k if is_column else n))
         forth, back = ("all-gather", "reduce-scatter") if is_column else ("reduce-scatter", "all-gather")
-        is_recomputed = is_full and (name != "mlp.down" or recomputes_last(config, number, cut))
+        # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
+        is_recomputed = is_full and (name != "mlp.down" or needs_product(config.model, number))
         for when in (FORWARD, AGAIN) if is_recomputed else (FORWARD,):
             yield replace(in_chunks, when=when, beside=forth if chunks > 1 else "")
             if chunks > 1 and is_column and not p.gathers_again:
