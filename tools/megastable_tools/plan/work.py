@@ -96,8 +96,10 @@ def list_block_work(
                 yield replace(joined, when=when)
         # The gradients of the input and of the weight.
         if is_column:
-            yield replace(product, when=BACKWARD, beside="all-gather" if p.gathers_again else "")
-            summed = "" if p.tensor == 1 else back if p.sequence else "all-reduce"
+            # A weight gradient that comes later leaves both messages alone.
+            is_beside = p.tensor > 1 and p.schedule == "1f1b"
+            yield replace(product, when=BACKWARD, beside="all-gather" if p.gathers_again and is_beside else "")
+            summed = "" if not is_beside else back if p.sequence else "all-reduce"
             yield replace(product, when=BACKWARD, beside=summed)
         else:
             yield replace(in_chunks, when=BACKWARD, beside=back if chunks > 1 else "")
