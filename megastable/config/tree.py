@@ -260,6 +260,9 @@ class KernelsConfig(Section):
     """Cross entropy; `chunked`: never materializes all logits."""
     compile: Literal["auto", True, False] = "auto"
     """Compile every block with torch.compile."""
+    elementwise: Literal["auto", "torch", "triton"] = "auto"
+    """QK-norm with RoPE, residual with norm, SwiGLU: by PyTorch's operations (`torch`), or by own kernels (`triton`, on
+    GPUs). `auto`: by own ones where a measurement at the start finds them faster; not with `run.deterministic`."""
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "jsonl", "command"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import activity
-from megastable.base.collectives import find_difference, gather_objects, mark_collective
+from megastable.base.collectives import find_difference, gather_objects, mark_collective, run_on_first
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
@@ -31,6 +31,7 @@ from megastable.engine import patches
 from megastable.engine.adjustments import Adjustments, LogitClipping
 from megastable.engine.build import Mpu, build_model, turn_refusals_into_config_errors
 from megastable.engine.distributed import choose_device, silence_stdout
+from megastable.engine.elementwise_choice import keep_faster_parts
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.layer_stats import LayerStatistics, Probe
@@ -79,6 +80,9 @@ class Engine:
                     "drift apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
+        if config.kernels.elementwise == "auto" and self.kernels.elementwise:
+            # Measured by one rank, so that all choose alike.
+            self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device))
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
         with silence_stdout():
             module = build_model(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)

@@ -19,9 +19,10 @@ from torch import nn
 from megastable.base.process import install_command
 from megastable.config.rules import caps_logits, writes_scores
 from megastable.config.tree import RunConfig
+from megastable.engine.elementwise_choice import choose_parts
 from megastable.fp8.controller import Fp8
 from megastable.model.blocked import is_supported
-from megastable.model.gpt import Block
+from megastable.model.gpt import Block, Embedding, FinalNorm
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 
@@ -53,7 +54,9 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
         fallback_notes.append(f"kernels.compile=true: {reason}; nothing is compiled")
         is_compiled = False
     loss_kind = "chunked" if wanted_kernels.loss == "auto" else wanted_kernels.loss
-    return Kernels(attention_core, loss_kind, is_compiled, fp8_backend, tuple(fallback_notes))
+    own_parts, own_notes = choose_parts(config, device)
+    all_notes = *fallback_notes, *own_notes
+    return Kernels(attention_core, loss_kind, is_compiled, fp8_backend, all_notes, own_parts)
 
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -129,6 +132,7 @@ class NumericsSwitch:
     def __init__(self, module: nn.Module, kernels: Kernels, loss: LossFunction, fp8: Fp8 | None) -> None:
         self.kernels, self._loss, self._fp8 = kernels.replaceable, loss, fp8
         self._blocks = [part for part in module.modules() if isinstance(part, Block)]
+        self._ends = [part for part in module.modules() if isinstance(part, Embedding | FinalNorm)]
         self._compiled, self._plain = loss.compiled, frozenset[str]()
 
     @property
@@ -149,6 +153,10 @@ class NumericsSwitch:
             return
         self._plain = to.plain
         for block in self._blocks:
-            block.compute_plainly("attention" in to.plain, "compile" in to.plain)
+            block.compute_plainly(
+                "attention" in to.plain, "compile" in to.plain, own="elementwise" in to.plain
+            )
+        for end_part in self._ends:
+            end_part.plain = "compile" in to.plain
         self._loss.plain = "loss" in to.plain
         self._loss.compiled = self._compiled and "compile" not in to.plain

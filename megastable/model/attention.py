@@ -21,6 +21,7 @@ from megastable.base.products import is_cast
 from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.model.block_parts import RMSNorm, SplitRMSNorm
 from megastable.model.cores import CORES, Core
+from megastable.model.elementwise import Elementwise, Heads, rotate_heads
 from megastable.model.kernels import FULL, AttentionScores, Kernels
 from megastable.model.ring import ring_attention
 from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
@@ -285,7 +286,7 @@ class Attention(nn.Module):
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
         self.rope = Rope.from_config(config)
         self.recompute_core = recompute_core
-        self.core = CORES[kernels.attention]
+        self.core, self.own = CORES[kernels.attention], Elementwise(kernels.elementwise)
         kv_width = config.key_value_heads * width
         fused_sections = config.heads * width, kv_width, kv_width
         self.qkv = ColumnParallelLinear(config.hidden, fused_sections, tp, f"{name}.qkv")
@@ -323,12 +324,25 @@ class Attention(nn.Module):
 
     def rotate_heads(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
-        q, k, v = self.split_heads(qkv)
-        if not self.cp.ring:
-            q, k, v = to_heads(q, k, v, self.cp)
-        rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
+        if self.own.has("heads"):
+            rotated_heads = self._rotate_by_kernel(qkv, at)
+        else:
+            q, k, v = self.split_heads(qkv)
+            if not self.cp.ring:
+                q, k, v = to_heads(q, k, v, self.cp)
+            rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
         q, k, v = (rotated_head.permute(1, 2, 0, 3) for rotated_head in rotated_heads)
         return q, k, v
+
+    def _rotate_by_kernel(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_norm is None:
+            return rotate_heads(qkv, None, at.cos, at.sin, Heads(self.q_heads, self.k_heads))
+        assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+        weight, eps, centered = self.q_norm.tell_kernel()
+        both_weights = weight, self.k_norm.weigh()
+        return rotate_heads(
+            qkv, both_weights, at.cos, at.sin, Heads(self.q_heads, self.k_heads, eps, centered)
+        )
 
     def attend_between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""

@@ -21,10 +21,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
+from megastable.model import elementwise
+from megastable.model.elementwise import Elementwise
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import share_weight, share_weights, sum_over_group
 from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import TensorParallel
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, centered: bool, scale: Tensor | None = None) -> Tensor:
+    """As `RMSNorm` says."""
+    wide_x = x.float()
+    normed_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + eps)
+    wide_weight = _factor(weight.float(), centered)
+    return (normed_x * (wide_weight if scale is None else wide_weight * scale)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -48,14 +58,19 @@ class RMSNorm(nn.Module):
         set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide_x = x.float()
-        normed_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return norm_rows(x, self.weigh(), self.eps, self.centered, self.scale)
+
+    def weigh(self) -> Tensor:
+        """The weight, whose gradient is summed over the tensor group."""
         if self.shared is not None and torch.is_grad_enabled():
-            summed_weight = self.shared
-        else:
-            summed_weight = share_weight(self.weight, self.tp)
-        wide_weight = _factor(summed_weight.float(), self.centered)
-        return (normed_x * (wide_weight if self.scale is None else wide_weight * self.scale)).to(x.dtype)
+            return self.shared
+        return share_weight(self.weight, self.tp)
+
+    def tell_kernel(self) -> tuple[Tensor, float, bool]:
+        """weight, eps and centered of the kernels of elementwise.py, which know no scale."""
+        if self.scale is None:
+            return self.weigh(), self.eps, self.centered
+        return _factor(self.weigh().float(), self.centered) * self.scale, self.eps, False
 
 
 def share_norm_weights(module: nn.Module) -> None:
@@ -125,9 +140,12 @@ def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 class MLP(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool,
+        own: Elementwise = Elementwise(),  # noqa: B008
+    ) -> None:  # fmt: skip
         super().__init__()
-        ffn_width = config.ffn_width
+        self.own, ffn_width = own, config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
         # Its compiled version; see `Block.compile_in_pieces`.
@@ -140,6 +158,8 @@ class MLP(nn.Module):
         gate_up, activation = self.gate_up(x), self.activation
         if self.fast is not None and not self.plain:
             activation = self.fast
+        elif activation is swiglu and self.own.has("swiglu"):
+            activation = elementwise.swiglu
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.
             return self.down(checkpoint(activation, gate_up, use_reentrant=False, preserve_rng_state=False))

@@ -214,9 +214,7 @@ def norm_stream(x: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[
     return same_x, normed_x
 
 
-def add_and_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, centered: bool
-) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """x + y [..., h], and its RMSNorm; as `norm_stream`."""
     total, normed_total = _AddNorm.apply(x.contiguous(), y.contiguous(), weight, eps, centered)
     return total, normed_total

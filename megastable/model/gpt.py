@@ -23,6 +23,7 @@ from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
 from megastable.model.block_parts import MLP, RMSNorm, drop_elements, keys_at_places
 from megastable.model.cores import CORES
+from megastable.model.elementwise import add_and_norm, norm_stream
 from megastable.model.init import initialise_weights
 from megastable.model.kernels import PLAIN, AttentionScores, Kernels
 from megastable.model.loss import Features, LossFunction, project_features
@@ -114,21 +115,29 @@ class Embedding(VocabParallelEmbedding):
 
     def __init__(
         self, vocabulary: int, hidden: int, tp: TensorParallel, name: str, factor: float = 1.0,
-        cp: ContextParallel = WHOLE, dropout: float = 0.0,
+        cp: ContextParallel = WHOLE, dropout: float = 0.0, compiled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(vocabulary, hidden, tp, name)
         self.factor, self.dropout = factor, dropout
         self.find_tokens = partial(_find_tokens, tp, cp)
+        self.plain = False  # whether the compiled version is left aside
+        # Not the table's look-up: what torch.compile makes of its gradient adds up in fp32, in any order.
+        self._fast = torch.compile(self._finish, fullgraph=True, dynamic=False) if compiled else self._finish
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
         tokens, _, dropout_keys = open_stream(inputs)
         x = super().forward(tokens)
+        place_keys = (
+            keys_at_places(dropout_keys, 0)[0] if self.training and dropout_keys is not None else None
+        )
+        if self.factor != 1.0 or place_keys is not None:
+            x = (self._finish if self.plain else self._fast)(x, place_keys)
+        return _with(inputs, x)
+
+    def _finish(self, x: Tensor, keys: Tensor | None) -> Tensor:
         if self.factor != 1.0:
             x = x * self.factor
-        if self.training and dropout_keys is not None:
-            token_ranges = self.find_tokens(len(x))
-            x = drop_elements(x, keys_at_places(dropout_keys, 0)[0], self.dropout, token_ranges)
-        return _with(inputs, x)
+        return x if keys is None else drop_elements(x, keys, self.dropout, self.find_tokens(len(x)))
 
 
 def _find_tokens(tp: TensorParallel, cp: ContextParallel, count: int) -> tuple[range, ...]:
@@ -167,7 +176,8 @@ class Block(nn.Module):
         scores = AttentionScores.from_config(config, index)
         self.attention = Attention(config, tp, f"{name}.attention", recomputes_core, kernels, cp, scores)
         self.mlp_norm = make_norm(f"{name}.mlp_norm", scale=residual.norm)
-        self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core)
+        self.own = self.attention.own
+        self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core, self.own)
         has_post_norms = residual.placement == "both"
         self.attention_post_norm = make_norm(f"{name}.attention_post_norm") if has_post_norms else None
         self.mlp_post_norm = make_norm(f"{name}.mlp_post_norm") if has_post_norms else None
@@ -178,7 +188,8 @@ class Block(nn.Module):
         self._find_tokens = partial(_find_tokens, tp, cp)
         self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
-        self._plain = False  # compiled blocks are not used; see `compute_plainly`
+        # Compiled blocks are not used, nor own kernels; see `compute_plainly`.
+        self._plain = self._without_own = False
         if kernels.compile:
             # All blocks share one code object: it is compiled once for training and once for evaluation, and for every
             # length and adjustment. Beyond torch's limit of 8 the run would end.
@@ -197,15 +208,17 @@ class Block(nn.Module):
         if isinstance(self.mlp, MLP):
             self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=is_whole, dynamic=False)
 
-    def compute_plainly(self, attention: bool, compiled: bool) -> None:
+    def compute_plainly(self, attention: bool, compiled: bool, own: bool) -> None:
         """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the
         run's kernels again.
 
         Args:
             attention: Whether `plain` takes the place of the attention core. It is not compiled: nothing is then.
             compiled: Whether nothing is compiled. To take no more memory than compiled code does, blocks are
-                recomputed then.
+                recomputed then, and no own kernels are used either.
+            own: Whether own kernels of elementwise work are left aside.
         """
+        self._without_own = own
         self._plain = (attention or compiled) and self._kernels.compile
         self.attention.core = CORES["plain" if attention else self._kernels.attention]
         if isinstance(self.mlp, MLP):
@@ -217,6 +230,7 @@ class Block(nn.Module):
         if self.training and dropout_keys is not None:
             at = at._replace(keys=keys_at_places(dropout_keys, 1 + 2 * self._index, 2 + 2 * self._index))
         runs_halves = self.in_halves or self._plain
+        self.own.aside = runs_halves or self._without_own
         run_block = self._halves if runs_halves else self._fast
         is_recomputed = (self.recompute or runs_halves) and torch.is_grad_enabled()
         return _with(stream, _recomputed(run_block, x, at) if is_recomputed else run_block(x, at))
@@ -271,6 +285,10 @@ class Block(nn.Module):
     def run_around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
         """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
         of dropout in both halves, int64 [2, b], if there is any."""
+        if self.own.has("norms"):
+            x, normed_x = norm_stream(x, *self.attention_norm.tell_kernel())
+            x, normed_x = add_and_norm(x, attend(normed_x), *self.mlp_norm.tell_kernel())
+            return x + self.mlp(normed_x)
         return self._fed(self._attended(x, attend, keys), keys)
 
     def _dropped(self, x: Tensor, keys: Tensor | None, half: int) -> Tensor:
@@ -305,8 +323,19 @@ def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
 class FinalNorm(RMSNorm):
     """The last norm; later layers need no segments."""
 
+    def __init__(
+        self, width: int, eps: float, tp: TensorParallel, name: str, partial: bool, centered: bool = False,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(width, eps, tp, name, partial, centered)
+        self.plain = False  # whether the compiled version is left aside
+        self._fast = (
+            torch.compile(super().forward, fullgraph=True, dynamic=False) if compiled else super().forward
+        )
+
     def forward(self, stream: Stream) -> Tensor:
-        return super().forward(open_stream(stream)[0])
+        x, _, _ = open_stream(stream)
+        return super().forward(x) if self.plain else self._fast(x)
 
 
 @dataclass(frozen=True)
@@ -378,7 +407,10 @@ def list_layers(
     """The layers of the model in order. With `config.tied` the last one is the embedding again, used as head."""
     c, vocabulary = config, config.padded_vocab
     costs = [cost for cost, _ in layer_costs(c)]
-    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding", c.embedding_factor, cp, c.dropout)
+    embedding = partial(
+        Embedding, vocabulary, c.hidden, tp, "embedding", c.embedding_factor, cp, c.dropout, kernels.compile
+    )
+    norm_options = c.hidden, c.norm_eps, tp, "final_norm", tp.sequence, c.zero_centered_norms, kernels.compile
     return [
         Layer(embedding, cost=costs[0], tied=c.tied),
         *(
@@ -386,7 +418,7 @@ def list_layers(
             for i in range(c.layers)
         ),
         Layer(
-            partial(FinalNorm, c.hidden, c.norm_eps, tp, "final_norm", tp.sequence, c.zero_centered_norms),
+            partial(FinalNorm, *norm_options),
             cost=costs[-2],
         ),
         Layer(embedding, cost=costs[-1], tied=True)

@@ -107,7 +107,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Kernels:
     """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile. fp8: "off",
-    "emulated" or "te".
+    "emulated" or "te". elementwise: of `elementwise.PARTS`, what own kernels compute; measured: why these.
 
     notes: requested kernels that are unavailable, each with the reason and the fallback.
     """
@@ -117,17 +117,22 @@ class Kernels:
     compile: bool = False
     fp8: str = "off"
     notes: tuple[str, ...] = ()
+    elementwise: tuple[str, ...] = ()
+    measured: str = ""
 
     def __str__(self) -> str:
         block_text = "compiled" if self.compile else "not compiled"
         fp8_text = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
-        return f"attention {self.attention}, loss {self.loss}, blocks {block_text}{fp8_text}"
+        own_text = f", own kernels for {', '.join(self.elementwise)}" if self.elementwise else ""
+        measured_text = f" ({self.measured})" if self.measured else ""
+        return f"attention {self.attention}, loss {self.loss}, blocks {block_text}{own_text}{measured_text}{fp8_text}"
 
     @property
     def replaceable(self) -> dict[str, str]:
         """What plain PyTorch can compute in place of each kind of these kernels, by kind: its name. A
         name has torch's version: after an update it is another kernel."""
-        names = {}
+        # In this order each is tried alone: own kernels first, as without compiled blocks they are not used either.
+        names = {"elementwise": "own elementwise kernels"} if self.elementwise else {}
         if self.compile:
             names["compile"] = "torch.compile"
         if self.attention != "reference":

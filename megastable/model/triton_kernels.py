@@ -55,25 +55,27 @@ def rotate_group(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_turn(table, token, tokens, samples, width: tl.constexpr, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos or sin, fp32 [rows, 1, half]. samples: that share a row of the table."""
+def load_turn(  # type: ignore[no-untyped-def]
+    table, token, tokens, samples, by_place, by_sample, width: tl.constexpr, half: tl.constexpr
+):
+    """cos or sin, fp32 [rows, 1, half], of a table [s, b, d / 2] with these strides."""
     pair = tl.arange(0, half)
     mask = (token < tokens)[:, None] & (pair < width // 2)[None, :]
-    at = (token // samples)[:, None] * (width // 2) + pair[None, :]
+    at = ((token // samples) * by_place + (token % samples) * by_sample)[:, None] + pair[None, :]
     return tl.load(table + at, mask=mask, other=0.0)[:, None, :]
 
 
 @triton.jit
 def rotate_kernel(  # type: ignore[no-untyped-def]
-    qkv, q_weight, k_weight, cos, sin, q, k, tokens, samples, eps,
+    qkv, q_weight, k_weight, cos, sin, q, k, tokens, samples, turn_place, turn_sample, eps,
     q_heads: tl.constexpr, k_heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr, group: tl.constexpr,
     rows: tl.constexpr, normed: tl.constexpr, centered: tl.constexpr,
 ):  # fmt: skip
     """qkv [tokens, (q + 2 k) d] -> q [tokens, q, d], k [tokens, k, d]."""
     token = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     first = tl.program_id(1) * group
-    turned_cos = load_turn(cos, token, tokens, samples, width, half)
-    turned_sin = load_turn(sin, token, tokens, samples, width, half)
+    turned_cos = load_turn(cos, token, tokens, samples, turn_place, turn_sample, width, half)
+    turned_sin = load_turn(sin, token, tokens, samples, turn_place, turn_sample, width, half)
     stride = (q_heads + 2 * k_heads) * width
     given = qkv + first * width
     if first < q_heads:
@@ -90,9 +92,10 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unrotate_group(  # type: ignore[no-untyped-def]
-    upstream, by_place, by_sample, by_head, given, weight, gradient, part, cos, sin, first, tokens, samples, sharing,
-    stride, eps, width: tl.constexpr, half: tl.constexpr, group: tl.constexpr, rows: tl.constexpr,
-    normed: tl.constexpr, centered: tl.constexpr, turned: tl.constexpr,
+    upstream, by_place, by_sample, by_head, given, weight, gradient, part, cos, sin, first, tokens, samples,
+    turn_place, turn_sample, stride, eps,
+    width: tl.constexpr, half: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, normed: tl.constexpr,
+    centered: tl.constexpr, turned: tl.constexpr,
 ):  # fmt: skip
     """The backward pass of `rotate_group` for all tokens of a program; turned: or of heads that stay as they are."""
     pairs: tl.constexpr = width // 2
@@ -110,8 +113,8 @@ def unrotate_group(  # type: ignore[no-untyped-def]
         db = tl.load(upstream + above + pairs, mask=mask, other=0.0).to(tl.float32)
         at = token[:, None, None] * stride + head[None, :, None] * width + pair[None, None, :]
         if turned:
-            turned_cos = load_turn(cos, token, tokens, sharing, width, half)
-            turned_sin = load_turn(sin, token, tokens, sharing, width, half)
+            turned_cos = load_turn(cos, token, tokens, samples, turn_place, turn_sample, width, half)
+            turned_sin = load_turn(sin, token, tokens, samples, turn_place, turn_sample, width, half)
             dy = da * turned_cos + db * turned_sin
             db = db * turned_cos - da * turned_sin
             da = dy
@@ -138,7 +141,7 @@ def unrotate_group(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unrotate_kernel(  # type: ignore[no-untyped-def]
-    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, gradient, parts, tokens, samples, sharing, eps,
+    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, gradient, parts, tokens, samples, turn_place, turn_sample, eps,
     q_place, q_sample, q_head, k_place, k_sample, k_head, v_place, v_sample, v_head,
     q_heads: tl.constexpr, k_heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr, group: tl.constexpr,
     rows: tl.constexpr, normed: tl.constexpr, centered: tl.constexpr,
@@ -153,18 +156,18 @@ def unrotate_kernel(  # type: ignore[no-untyped-def]
     part = parts + (tl.program_id(0) * ((q_heads + k_heads) // group) + number) * width
     if first < q_heads:
         unrotate_group(
-            dq, q_place, q_sample, q_head, given, q_weight, to, part, cos, sin, first, tokens, samples, sharing, stride,
-            eps, width, half, group, rows, normed, centered, True,
+            dq, q_place, q_sample, q_head, given, q_weight, to, part, cos, sin, first, tokens, samples, turn_place,
+            turn_sample, stride, eps, width, half, group, rows, normed, centered, True,
         )  # fmt: skip
     elif first < q_heads + k_heads:
         unrotate_group(
             dk, k_place, k_sample, k_head, given, k_weight, to, part, cos, sin, first - q_heads, tokens, samples,
-            sharing, stride, eps, width, half, group, rows, normed, centered, True,
+            turn_place, turn_sample, stride, eps, width, half, group, rows, normed, centered, True,
         )  # fmt: skip
     else:
         unrotate_group(
             dv, v_place, v_sample, v_head, given, k_weight, to, part, cos, sin, first - q_heads - k_heads, tokens,
-            samples, sharing, stride, eps, width, half, group, rows, False, centered, False,
+            samples, turn_place, turn_sample, stride, eps, width, half, group, rows, False, centered, False,
         )  # fmt: skip
 
 
@@ -265,7 +268,8 @@ def choose_row_tile(width: int) -> dict[str, int]:
 
 
 def choose_column_tile(width: int) -> dict[str, int]:
-    """block and rows of the kernels of SwiGLU, of results [tokens, width]: columns that no mask cuts, if there are 64."""
+    """block and rows of the kernels of SwiGLU, for results [tokens, width]: blocks that no mask cuts, if they have 64
+    columns."""
     block = max(64, gcd(width, TILE // 2))
     return {"block": block, "rows": max(1, TILE // block)}
 
@@ -293,6 +297,12 @@ def _check(*operands: Tensor) -> None:
     assert all(operand.is_contiguous() for operand in operands)
 
 
+def _find_strides(cos: Tensor, sin: Tensor) -> tuple[int, int]:
+    """From a place in the sample and from a sample to the next, in both tables [s, b or 1, 1, d / 2]."""
+    assert cos.stride() == sin.stride() and cos.stride(-1) == 1
+    return cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0
+
+
 def rotate(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor,
     eps: float, centered: bool,
@@ -300,27 +310,30 @@ def rotate(
     """To q [s, b, q, d] and k [s, b, k, d]; see `elementwise.rotate_heads`."""
     s, b, q_heads, width = q.shape
     k_heads = k.shape[2]
-    _check(qkv, cos, sin, q, k)
+    _check(qkv, q, k)
     tile = choose_head_tile(width, q_heads, k_heads)
     grid = triton.cdiv(s * b, tile["rows"]), (q_heads + k_heads) // tile["group"]
     launch(
         rotate_kernel, grid, tile["rows"] * tile["group"] * tile["half"] * 2, qkv, q_weight, k_weight, cos, sin, q, k,
-        s * b, b * s // (cos.shape[0] * cos.shape[1]), eps, q_heads=q_heads, k_heads=k_heads, width=width, **tile,
+        s * b, b, *_find_strides(cos, sin), eps, q_heads=q_heads, k_heads=k_heads, width=width, **tile,
         normed=q_weight is not None, centered=centered,
     )  # fmt: skip
 
 
 def unrotate(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+    gradients: tuple[Tensor, ...], qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
     sin: Tensor, gradient: Tensor, eps: float, centered: bool,
 ) -> Tensor:  # fmt: skip
     """To the gradient of qkv from those of q, k and v [s, b, heads, d]. Returns parts [programs, groups, d] of the
     gradients of weights, fp32; those of q come first."""
     s, b, q_heads, width = gradients[0].shape
     k_heads = gradients[1].shape[2]
-    _check(qkv, cos, sin, gradient)
+    _check(qkv, gradient)
     tile = choose_head_tile(width, q_heads, k_heads)
-    programs, groups = min(HEAD_PROGRAMS, triton.cdiv(s * b, tile["rows"])), (q_heads + k_heads) // tile["group"]
+    programs, groups = (
+        min(HEAD_PROGRAMS, triton.cdiv(s * b, tile["rows"])),
+        (q_heads + k_heads) // tile["group"],
+    )
     normed = q_weight is not None
     parts = qkv.new_empty((programs, groups, width) if normed else (0, groups, width), dtype=torch.float32)
     whole = [upstream if upstream.stride(-1) == 1 else upstream.contiguous() for upstream in gradients]
@@ -328,7 +341,7 @@ def unrotate(
     grid = programs, groups + k_heads // tile["group"]
     launch(
         unrotate_kernel, grid, tile["rows"] * tile["group"] * tile["half"] * 2, *whole, qkv, q_weight, k_weight, cos,
-        sin, gradient, parts, s * b, b, b * s // (cos.shape[0] * cos.shape[1]), eps, *strides, q_heads=q_heads,
+        sin, gradient, parts, s * b, b, *_find_strides(cos, sin), eps, *strides, q_heads=q_heads,
         k_heads=k_heads, width=width, **tile, normed=normed, centered=centered,
     )  # fmt: skip
     return parts
@@ -379,5 +392,13 @@ def unswiglu(upstream: Tensor, gate_up: Tensor, gradient: Tensor) -> None:
     tile, tokens = choose_column_tile(width), upstream.numel() // width
     grid = triton.cdiv(tokens, tile["rows"]), triton.cdiv(width, tile["block"])
     launch(
-        unswiglu_kernel, grid, tile["rows"] * tile["block"], upstream, gate_up, gradient, tokens, width=width, **tile
+        unswiglu_kernel,
+        grid,
+        tile["rows"] * tile["block"],
+        upstream,
+        gate_up,
+        gradient,
+        tokens,
+        width=width,
+        **tile,
     )

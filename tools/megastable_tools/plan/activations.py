@@ -363,7 +363,7 @@ def count_watched_bytes(config: RunConfig) -> int:
     )
 
 
-def final_norm(config: RunConfig) -> list[SavedOperation]:
-    """The operations of the last norm, which is never compiled."""
+def final_norm(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
+    """The operations of the last norm."""
     z = shape_sizes_of(config)
-    return _norm("final norm", z, z.stream, z.n, False)
+    return _norm("final norm", z, z.stream, z.n, kernels.compile)

@@ -319,7 +319,7 @@ def _activations(
     yield Item("activations", "input of the last block", stream, ("watch",))
     block_bytes = beside_bytes = activations.count_backward_bytes(block) + stream
     if held.last:
-        final = activations.final_norm(config)
+        final = activations.final_norm(config, kernels)
         # On the last stage one micro-batch is in flight.
         final_bytes = activations.count_kept_bytes(final)
         yield Item("activations", "final norm", final_bytes, WAITING)

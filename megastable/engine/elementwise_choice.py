@@ -1,0 +1,208 @@
+"""Which parts of a block's elementwise work own kernels compute (model/elementwise.py): those that fit the recipe, and
+where the recipe leaves it open, those that are faster here.
+
+A short measurement at the start times each part by itself, forward and backward, at the run's shapes, against what
+torch.compile makes of the plain code (where blocks are compiled; else the plain code). What computes other numbers than
+plain PyTorch is not used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from megastable.config.tree import RunConfig
+from megastable.model import elementwise
+from megastable.model.attention import Rope, rope_table, rotate_pairs
+from megastable.model.block_parts import norm_rows, swiglu
+from megastable.model.elementwise import PARTS, Heads
+from megastable.model.kernels import DTYPES, Kernels
+
+WIDEST = 16384  # elements of a norm's row: it lies in the registers of a program
+REPEATS = 10
+GAIN = 0.98  # of the other's time: own kernels must take less
+# Relative error in norm beyond which numbers are other ones, by bytes of an element: both ways round differently.
+ALIKE = {2: 2**-5, 4: 1e-4}
+
+
+def choose_parts(config: RunConfig, device: torch.device) -> tuple[tuple[str, ...], list[str]]:
+    """The parts that own kernels can compute, if the recipe wants them, and why they are not those it names."""
+    wanted, refusals = config.kernels.elementwise, refuse_parts(config, device)
+    if wanted == "torch" or (wanted == "auto" and config.run.deterministic):
+        return (), []
+    possible_parts = tuple(part for part in PARTS if part not in refusals)
+    if wanted == "auto":
+        return possible_parts, []
+    reasons = dict.fromkeys(refusals.values())
+    return possible_parts, [
+        f"kernels.elementwise=triton: {reason}; PyTorch computes "
+        f"{' and '.join(part for part in PARTS if refusals.get(part) == reason)}"
+        for reason in reasons
+    ]
+
+
+def refuse_parts(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """By part that own kernels cannot compute: why."""
+    m = config.model
+    if device.type != "cuda":
+        return dict.fromkeys(PARTS, "own kernels compute on GPUs only")
+    if find_spec("triton") is None:
+        return dict.fromkeys(PARTS, "triton is not installed")
+    if config.parallel.zero == 3:
+        return dict.fromkeys(PARTS, "ZeRO 3 gathers weights for modules, which own kernels pass by")
+    refusals = {}
+    if m.qk_norm == "full":
+        refusals["heads"] = "model.qk_norm=full norms all heads together"
+    elif m.qkv_bias:
+        refusals["heads"] = "model.qkv_bias lies between the product and the heads"
+    elif config.parallel.context > 1:
+        refusals["heads"] = "context parallelism exchanges heads before they are rotated"
+    if m.norms != "before":
+        refusals["norms"] = f"model.norms={m.norms} has norms elsewhere than before attention and MLP"
+    elif m.dropout or m.depth_ratio != 1:
+        refusals["norms"] = (
+            "dropout, or muP's factor of depth, lies between MLP or attention and the residual"
+        )
+    elif m.hidden > WIDEST:
+        refusals["norms"] = f"rows of over {WIDEST:,} elements do not fit the registers of a program"
+    if m.activation != "silu" or m.swiglu_clamp is not None:
+        refusals["swiglu"] = "the activation is not SwiGLU without a clamp"
+    if config.precision.fp8 is not None:
+        fp8_reason = "modules for FP8 may hold the norms and SwiGLU"
+        refusals |= {part: fp8_reason for part in ("norms", "swiglu") if part not in refusals}
+    return refusals
+
+
+@dataclass(frozen=True)
+class Case:
+    """One part at some shape: what own kernels and plain code make of `inputs`."""
+
+    own: Callable[..., tuple[Tensor, ...]]
+    plain: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+
+    def differentiate(self, compute: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """Results, and the gradients of `inputs`, for upstream gradients that are the results themselves."""
+        results = compute(*self.inputs)
+        gradients = torch.autograd.grad(results, self.inputs, [result.detach() for result in results])
+        return [*(result.detach() for result in results), *gradients]
+
+
+def make_case(part: str, config: RunConfig, device: torch.device) -> Case:
+    """A part at the shapes of a micro-batch on this rank, with drawn numbers."""
+    m, p = config.model, config.parallel
+    generator = torch.Generator(device).manual_seed(0)
+    s, b = m.sequence_length // p.context, config.train.micro_batch
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=DTYPES[config.precision.kind])
+        return drawn.requires_grad_()
+
+    match part:
+        case "heads":
+            return _make_heads(config, draw, s, b)
+        case "norms":
+            return _make_norms(config, draw, (s // p.tensor if p.sequence else s, b, m.hidden))
+    gate_up = draw(s, b, 2 * m.ffn_width // p.tensor)
+    return Case(lambda given: (elementwise.swiglu(given),), lambda given: (swiglu(given),), (gate_up,))
+
+
+def _make_heads(config: RunConfig, draw: Callable[..., Tensor], s: int, b: int) -> Case:
+    m, tensor_size = config.model, config.parallel.tensor
+    width, q_heads, k_heads = m.head_width, m.heads // tensor_size, m.key_value_heads // tensor_size
+    qkv = draw(s, b, (q_heads + 2 * k_heads) * width)
+    cos, sin = (table[:, None, None] for table in rope_table(s, Rope.from_config(m), qkv.device))
+    heads = Heads(q_heads, k_heads, m.norm_eps, m.zero_centered_norms)
+
+    def rotate(given: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        both_weights = (weights[0], weights[1]) if weights else None
+        return elementwise.rotate_heads(given, both_weights, cos, sin, heads)
+
+    def rotate_plainly(given: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        *q_and_k, v = given.view(s, b, -1, width).split((q_heads, k_heads, k_heads), dim=2)
+        if weights:
+            options = heads.eps, heads.centered
+            q_and_k = [norm_rows(x, weight, *options) for x, weight in zip(q_and_k, weights, strict=True)]
+        return *(rotate_pairs(x, cos, sin) for x in q_and_k), v
+
+    return Case(rotate, rotate_plainly, (qkv, *(draw(width) for _ in range(2 if m.qk_norm else 0))))
+
+
+def _make_norms(config: RunConfig, draw: Callable[..., Tensor], shape: tuple[int, int, int]) -> Case:
+    """As in a block, whose attention is left out."""
+    options = config.model.norm_eps, config.model.zero_centered_norms
+
+    def norm(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        x, normed_x = elementwise.norm_stream(x, first, *options)
+        return normed_x, *elementwise.add_and_norm(x, y, second, *options)
+
+    def norm_plainly(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        total = x + y
+        return norm_rows(x, first, *options), total, norm_rows(total, second, *options)
+
+    return Case(norm, norm_plainly, (draw(*shape), draw(*shape), draw(shape[-1]), draw(shape[-1])))
+
+
+def find_error(case: Case) -> float:
+    """The largest relative error in norm of a result or gradient of own kernels, against plain code in fp32."""
+    found_tensors = case.differentiate(case.own)
+    wide_inputs = tuple(given.detach().float().requires_grad_() for given in case.inputs)
+    # Upstream gradients are results, which are rounded here only: that is a part of the error.
+    wanted_tensors = replace(case, inputs=wide_inputs).differentiate(case.plain)
+    errors = [
+        float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+        for found, wanted in zip(found_tensors, wanted_tensors, strict=True)
+    ]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def time_case(case: Case, compute: Callable[..., tuple[Tensor, ...]], device: torch.device) -> float:
+    """Milliseconds forward and backward on `device`, whose queue is kept full; the first three calls, which compile,
+    do not count."""
+    for _ in range(3):
+        case.differentiate(compute)
+    begin = _read_clock(device)
+    for _ in range(REPEATS):
+        case.differentiate(compute)
+    return (_read_clock(device) - begin) / REPEATS * 1000
+
+
+def _read_clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def keep_faster_parts(kernels: Kernels, config: RunConfig, device: torch.device) -> Kernels:
+    """`kernels` with those own parts that are right and faster on this device."""
+    kept_parts, measured_texts, notes = list[str](), list[str](), list(kernels.notes)
+    for part in kernels.elementwise:
+        try:
+            case = make_case(part, config, device)
+            if (error := find_error(case)) > ALIKE[case.inputs[0].element_size()]:
+                notes.append(
+                    f"kernels.elementwise=auto: own kernels for {part} compute other numbers than PyTorch here, "
+                    f"relative error {error:.2g}; PyTorch computes {part}. Please report it"
+                )
+                continue
+            plain = torch.compile(case.plain, dynamic=False) if kernels.compile else case.plain
+            own_time, plain_time = (time_case(case, compute, device) for compute in (case.own, plain))
+        except Exception as error:
+            # A compiler of kernels may raise anything; the run has others.
+            first_line = (str(error).splitlines() or [""])[0]
+            notes.append(
+                f"kernels.elementwise=auto: own kernels for {part} do not work here ({type(error).__name__}: "
+                f"{first_line[:200]}); PyTorch computes {part}"
+            )
+            continue
+        measured_texts.append(f"{part} {own_time:.3f} ms, PyTorch's {plain_time:.3f}")
+        if own_time < GAIN * plain_time:
+            kept_parts.append(part)
+    return replace(
+        kernels, elementwise=tuple(kept_parts), measured="; ".join(measured_texts), notes=tuple(notes)
+    )
