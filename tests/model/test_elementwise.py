@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -371,7 +371,7 @@ def small_run(kind: str = "fp32") -> RunConfig:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds of own kernels, by shape of the first input's last dimension; plain code takes 1."""
     told = dict[str, float]()
 
@@ -381,7 +381,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         return told[part] if compute is case.own else 1.0
 
     monkeypatch.setattr(elementwise_choice, "time_case", timed)
-    yield told
+    return told
 
 
 @interpreted
