@@ -132,7 +132,7 @@ def pretend_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    class Driver(DriverBase):  # type: ignore[misc]
+    class Driver(DriverBase):
         launcher_cls = None
 
         def __init__(self) -> None:
@@ -294,8 +294,8 @@ def record_launches(config: RunConfig) -> list[Launch]:
     m, recorded = config.model, list[Launch]()
     s, b, d, q, k = m.sequence_length, config.train.micro_batch, m.head_width, m.heads, m.key_value_heads
 
-    def record(kernel: Any, grid: tuple[int, ...], elements: int, *given: Any, **constants: Any) -> None:
-        recorded.append(Launch(kernel, grid, given, constants, own.choose_warps(elements)))
+    def record(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> None:
+        recorded.append(Launch(kernel, grid, given, constants, own.choose_warps(**constants)))
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES["bf16"]) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -308,12 +308,12 @@ def record_launches(config: RunConfig) -> list[Launch]:
         weights = (empty(d), empty(d)) if m.qk_norm else (None, None)
         gate_up, half = empty(s, b, 2 * m.ffn_width), empty(s, b, m.ffn_width)
         own.norm(x, None, row, x, x, 1e-5, False)
-        own.rotate(qkv, *weights, *turns, *heads[:2], 1e-5, False)
+        own.rotate(qkv, weights[0], weights[1], turns[0], turns[1], heads[0], heads[1], 1e-5, False)
         own.norm(x, x, row, x, x, 1e-5, False)
         own.swiglu(gate_up, half)
         own.unswiglu(half, gate_up, gate_up)
         own.unnorm(x, x, x, row, x, 1e-5, False)
-        own.unrotate(heads, qkv, *weights, *turns, qkv, 1e-5, False)
+        own.unrotate(heads, qkv, weights[0], weights[1], turns[0], turns[1], qkv, 1e-5, False)
         own.unnorm(x, x, x, row, x, 1e-5, False)
     finally:
         own.launch = launch

@@ -55,27 +55,27 @@ def refuse_parts(config: RunConfig, device: torch.device) -> dict[str, str]:
         return dict.fromkeys(PARTS, "triton is not installed")
     if config.parallel.zero == 3:
         return dict.fromkeys(PARTS, "ZeRO 3 gathers weights for modules, which own kernels pass by")
-    refusals = {}
+    part_refusals = {}
     if m.qk_norm == "full":
-        refusals["heads"] = "model.qk_norm=full norms all heads together"
+        part_refusals["heads"] = "model.qk_norm=full norms all heads together"
     elif m.qkv_bias:
-        refusals["heads"] = "model.qkv_bias lies between the product and the heads"
+        part_refusals["heads"] = "model.qkv_bias lies between the product and the heads"
     elif config.parallel.context > 1:
-        refusals["heads"] = "context parallelism exchanges heads before they are rotated"
+        part_refusals["heads"] = "context parallelism exchanges heads before they are rotated"
     if m.norms != "before":
-        refusals["norms"] = f"model.norms={m.norms} has norms elsewhere than before attention and MLP"
+        part_refusals["norms"] = f"model.norms={m.norms} has norms elsewhere than before attention and MLP"
     elif m.dropout or m.depth_ratio != 1:
-        refusals["norms"] = (
+        part_refusals["norms"] = (
             "dropout, or muP's factor of depth, lies between MLP or attention and the residual"
         )
     elif m.hidden > WIDEST:
-        refusals["norms"] = f"rows of over {WIDEST:,} elements do not fit the registers of a program"
+        part_refusals["norms"] = f"rows of over {WIDEST:,} elements do not fit the registers of a program"
     if m.activation != "silu" or m.swiglu_clamp is not None:
-        refusals["swiglu"] = "the activation is not SwiGLU without a clamp"
+        part_refusals["swiglu"] = "the activation is not SwiGLU without a clamp"
     if config.precision.fp8 is not None:
         fp8_reason = "modules for FP8 may hold the norms and SwiGLU"
-        refusals |= {part: fp8_reason for part in ("norms", "swiglu") if part not in refusals}
-    return refusals
+        part_refusals |= {part: fp8_reason for part in ("norms", "swiglu") if part not in part_refusals}
+    return part_refusals
 
 
 @dataclass(frozen=True)
