@@ -60,7 +60,7 @@ def refuse_parts(config: RunConfig, device: torch.device) -> dict[str, str]:
         part_refusals["heads"] = "model.qk_norm=full norms all heads together"
     elif m.qkv_bias:
         part_refusals["heads"] = "model.qkv_bias lies between the product and the heads"
-    elif config.parallel.context > 1:
+    elif config.parallel.context > 1 and not config.parallel.is_ring:
         part_refusals["heads"] = "context parallelism exchanges heads before they are rotated"
     if m.norms != "before":
         part_refusals["norms"] = f"model.norms={m.norms} has norms elsewhere than before attention and MLP"
