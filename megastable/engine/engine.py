@@ -165,6 +165,7 @@ class Engine:
         if (f := self._tied) is not None:
             own_gradient = self.zero.view_gradients([f])[f.group, f.offset].view(-1)[: f.numel]
         tied.add_other_stage(own_gradient)
+        self.zero.forget_norms([] if self._tied is None else [self._tied])
 
     # Training
 
@@ -364,7 +365,7 @@ class Engine:
             inner.sizes, inner.recording = [], self.measures_update
         self.kept = self._clip(measured.grad_norm, measured.loss_scale)
         with contextlib.ExitStack() as update_context:
-            update_context.enter_context(self.zero.clipping_by(norm))
+            update_context.enter_context(self.zero.clipping_by(norm, self.qk_clip.threshold is not None))
             if self.qk_clip.threshold is not None:
                 highest_logits = self.qk_clip.gather_highest_logits()
                 clipping_step = self.qk_clip.after_update(highest_logits, inner, self._flat)

@@ -35,8 +35,6 @@ from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import begin_sum, sum_and_scatter
 from megastable.parallel.topology import Topology
 
-CHUNK = 1 << 18  # elements; a copy fits in a CPU's cache
-
 
 def patch_at_start() -> None:
     """Patches before the process group exists."""
@@ -157,17 +155,18 @@ def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tens
     p2p.send, p2p.recv = shown_send, shown_receive
 
 
-def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums, counted: Sequence[Tensor]) -> None:
+def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums) -> None:
     """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1), while they are computed.
 
     By default every rank gets all, after the backward pass: twice the bytes, with copies, and norm and clipping of
-    everything. Needless when BF16_Optimizer reduce-scatters. counted: the tensors of its part that this rank counts in
-    the norm.
+    everything. Needless when BF16_Optimizer reduce-scatters. It also makes an fp32 copy of every gradient in new memory
+    to add it, and zeroes all sums twice; needless when it adds in place and overwrites.
     """
-    o._update_hp_grad = Accumulate(o, sums)
+    o._update_hp_grad = sums.add_gradient
+    o.clear_hp_grads = sums.own.clear_counts
     engine.buffered_allreduce_fallback = sums.finish_sums
     parts = o.fp32_groups_gradient_flat_partition
-    o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
+    o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (sums.own.counted, {})
 
 
 def update_at_once(o: DeepSpeedZeroOptimizer) -> None:
@@ -275,35 +274,6 @@ def measure_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, 
         return own_gradients
 
     o._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = scatter
-
-
-class Accumulate:
-    """Replaces BF16_Optimizer's accumulation: adds a bf16 gradient to its fp32 sum in the fewest passes over memory.
-
-    The original makes an fp32 copy of every gradient, in new memory, and adds that. Needless when it adds in place.
-    """
-
-    def __init__(self, optimizer: BF16_Optimizer, sums: GradientSums) -> None:
-        self._optimizer, self._sums, self._wide = optimizer, sums, torch.empty(CHUNK)
-
-    @torch.no_grad()
-    def __call__(self, lp: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
-        if lp.grad is None:
-            return
-        own_optimizer = self._optimizer
-        gradient_sum = own_optimizer.fp32_groups_gradients[group][index]
-        flat_grad = lp.grad.detach().view(gradient_sum.shape)
-        if not own_optimizer.fp32_groups_has_gradients[group][index]:
-            gradient_sum.copy_(flat_grad)
-        elif gradient_sum.is_cuda:
-            gradient_sum.add_(flat_grad)  # one kernel, which converts while it reads
-        else:
-            chunks = zip(gradient_sum.view(-1).split(CHUNK), flat_grad.view(-1).split(CHUNK), strict=True)
-            for total_chunk, given_chunk in chunks:
-                total_chunk.add_(self._wide[: len(given_chunk)].copy_(given_chunk))
-        lp._hp_grad = gradient_sum  # type: ignore[attr-defined]
-        own_optimizer.fp32_groups_has_gradients[group][index] = True
-        self._sums.note_gradient(group, index)
 
 
 @contextlib.contextmanager

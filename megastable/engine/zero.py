@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
+from megastable.optim.adamw import OnePass
 from megastable.optim.clipping import Clipping, by_norm
 from megastable.optim.pieces import Piece
 from megastable.parallel.sharding import Fragment, placement_of, shape_of
@@ -159,6 +160,9 @@ class Wrapper(ABC):
     def average_gradients(self) -> None:  # noqa: B027
         """Divide sums over the data ranks, where DeepSpeed has not done so."""
 
+    def forget_norms(self, fragments: Iterable[Fragment]) -> None:  # noqa: B027
+        """Averaged gradients were changed: where norms are measured as gradients are written, measure these again."""
+
     def view_gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         """The optimizer's input, times the loss scale, by the (group, offset) of its fragments."""
         gradient_by_place = {}
@@ -173,8 +177,9 @@ class Wrapper(ABC):
         """Drop the gradients. Weights, moments and loss scale stay the same, bit for bit."""
         self.o.zero_grad()
 
-    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        """In this context an update clips by the known norm instead of computing it again."""
+    def clipping_by(self, known: Any, followed: bool) -> contextlib.AbstractContextManager[None]:
+        """In this context an update clips by the known norm instead of computing it again. followed: whether weights
+        are changed once more after the optimizer's step."""
         return patches.replace_attribute(self.o, self.norm, lambda *_, **__: known)
 
     def flat_state(self) -> FlatState:
@@ -220,16 +225,9 @@ class _Linked(Wrapper):
         own_squares = self._squares()
         return own_squares, torch.isfinite(own_squares), None
 
-    def _squares(self) -> Tensor:
-        counted = list(self._counted_gradients())
-        # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
-        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
-        scale = float(getattr(self.o, "loss_scale", 1.0))
-        return torch.stack(norms).double().square().sum() / scale**2
-
     @abstractmethod
-    def _counted_gradients(self) -> Sequence[Tensor]:
-        """Of this rank, of parameters that no other rank counts."""
+    def _squares(self) -> Tensor:
+        """This rank's part of the squared norm, fp64 []: of parameters that no other rank counts."""
 
 
 class Bf16(_Linked):
@@ -240,10 +238,8 @@ class Bf16(_Linked):
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         super().__init__(o, engine, topology, device)
         self._buffers = o.fp32_groups_gradient_flat_partition
-        counted_fragments = [f for f in self.flat_state().fragments if f.counted]
-        self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted_fragments]
-        self.sums = GradientSums(o, engine, topology, lambda: self.local)
-        patches.sum_in_parts(o, engine, self.sums, self._counted)
+        self.sums = GradientSums(o, engine, topology, self.flat_state().fragments, lambda: self.local)
+        patches.sum_in_parts(o, engine, self.sums)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -257,16 +253,48 @@ class Bf16(_Linked):
     def flat_weights(self) -> list[Tensor]:
         return list(self.o.bf16_groups_flat)
 
-    def _counted_gradients(self) -> Sequence[Tensor]:
-        return self._counted
+    def _squares(self) -> Tensor:
+        return self.sums.own.sum_squares()
+
+    def forget_norms(self, fragments: Iterable[Fragment]) -> None:
+        self.sums.own.forget_norms(fragments)
 
     def beside_moments(self) -> Pairs:
         held = [self.o.optimizer.state.get(master, {}).get("exp_avg") for master in self.masters]
         pairs = zip(self._buffers, held, strict=True)
         return [(g, m if m is not None and m.numel() == g.numel() else None) for g, m in pairs]
 
-    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        return patches.replace_attribute(bf16_optimizer, self.norm, lambda *_, **__: known)
+    @contextlib.contextmanager
+    def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
+        inner = self.o.optimizer
+        replaced: list[tuple[Any, str, Any]] = [(bf16_optimizer, self.norm, lambda *_, **__: known)]
+        if isinstance(inner, OnePass):
+            replaced += [
+                (self.o, "clip_grad", 0.0), (inner, "gradient_factor", by_norm(known, self.o.clip_grad)),
+            ]  # fmt: skip
+            if not followed:
+                low_weights = dict(zip(self.masters, self.own_low_weights(), strict=True))
+                replaced += [
+                    (inner, "low_weights", low_weights), (self.o, "update_lp_params", self.gather_weights),
+                ]  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            for replacement in replaced:
+                stack.enter_context(patches.replace_attribute(*replacement))
+            yield
+
+    def own_low_weights(self) -> list[Tensor]:
+        """This rank's part of the bf16 weights, as `masters`."""
+        groups = zip(self.o.bf16_partitioned_groups, self.o.real_dp_process_group, strict=True)
+        return [parts[dist.get_rank(group)] for parts, group in groups]
+
+    def gather_weights(self) -> None:
+        """`update_lp_params` without its copy: every data rank gets the weights that the others have updated."""
+        bf16_optimizer.all_gather_dp_groups(
+            groups_flat=self.o.bf16_groups_flat, partitioned_param_groups=self.o.bf16_partitioned_groups,
+            dp_process_group=self.o.real_dp_process_group,
+            start_alignment_factor=self.o.nccl_start_alignment_factor,
+            allgather_bucket_size=self.o.allgather_bucket_size,
+        )  # fmt: skip
 
     def view_gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         return {(f.group, f.offset): self._buffers[f.group][f.offset :] for f in fragments}
@@ -295,7 +323,14 @@ class Zero12(_Linked):
     def average_gradients(self) -> None:
         torch._foreach_div_(list(self.view_gradients([]).values()), self.topology.layout.data)
 
-    def _counted_gradients(self) -> Sequence[Tensor]:
+    def _squares(self) -> Tensor:
+        counted = self._counted_gradients()
+        # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
+        scale = float(getattr(self.o, "loss_scale", 1.0))
+        return torch.stack(norms).double().square().sum() / scale**2
+
+    def _counted_gradients(self) -> list[Tensor]:
         # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces. A partition
         # may end with zeros that belong to no parameter.
         return [
@@ -309,8 +344,8 @@ class Zero12(_Linked):
             if counted_once(parameter, self.topology)
         ]
 
-    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        return super().clipping_by(self.make_scalar(known).float() * self.o.loss_scale)
+    def clipping_by(self, known: Any, followed: bool) -> contextlib.AbstractContextManager[None]:
+        return super().clipping_by(self.make_scalar(known).float() * self.o.loss_scale, followed)
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
@@ -418,6 +453,7 @@ class Worker(Clipping):
 
     def _measured(self, *_: Any, **__: Any) -> None:
         """Measure this rank's gradient, then average it over the data ranks. Collective over the data group."""
+        self.zero.sums.own.fill_all()
         o, context_ranks = self.zero.o, self.topology.layout.context
         if context_ranks > 1:  # ranks that share samples are one worker
             for whole_gradient in o.fp32_groups_gradients_flat:
@@ -449,6 +485,7 @@ class Worker(Clipping):
             gradient_part.copy_(part_before)
         torch._foreach_mul_(o.fp32_groups_gradients_flat, worker_factors[t.sample_rank])
         self._average()
+        self.zero.forget_norms(piece.fragment for piece in pieces)
         square_after = self.zero.squared_norm()[0]
         dist.all_reduce(square_after)
         return math.sqrt(float(square_after)) / norm if norm else 1.0

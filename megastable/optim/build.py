@@ -31,7 +31,7 @@ AVERAGES = ADAMS | {"spam", "stable_spam"}
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, model: ModelConfig, compiled: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer over `module`'s parameters; compiled: AdamW with bf16 moments as one kernel."""
+    """The optimizer over `module`'s parameters; compiled: AdamW as one kernel; with fp32 moments on a GPU only."""
     groups = parameter_groups(module.parameters(), config, model)
     common_settings: dict[str, Any] = {"lr": config.lr}
     if config.name == "sgd":
@@ -58,7 +58,7 @@ def build_optimizer(
         )
     if config.moments == "bf16":
         return AdamW(groups, **adam_settings, compiled=compiled)
-    return FusedAdamW(groups, **adam_settings)
+    return FusedAdamW(groups, **adam_settings, compiled=compiled)
 
 
 def is_interchangeable(one: str, other: str) -> bool:

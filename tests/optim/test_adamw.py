@@ -242,3 +242,129 @@ def test_fused_adamw_refuses_what_is_not_contiguous() -> None:
     strided = torch.ones(3, 5).t().requires_grad_()
     with pytest.raises(ValueError, match=r"\(5, 3\).*not contiguous"):
         FusedAdamW([torch.ones(2, requires_grad=True), strided], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def make_moments(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and gradients of three steps, and where low weights go."""
+    random = torch.Generator().manual_seed(size)
+    return (
+        torch.randn(size, generator=random),
+        torch.randn(3, size, generator=random),
+        torch.empty(size, dtype=dtype),
+    )
+
+
+def train_in_one_pass(
+    optimizer_class: type[AdamW | FusedAdamW], size: int, factor: float, folded: bool
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Weight and moments after three steps, low weights, and the last gradient; folded: all in the optimizer's pass."""
+    weights, gradients, low = make_moments(size, torch.bfloat16)
+    p = nn.Parameter(weights)
+    optimizer = optimizer_class([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        if folded:
+            optimizer.gradient_factor, optimizer.low_weights = factor, {p: low}
+        elif factor != 1:
+            p.grad.mul_(factor)
+        optimizer.step()
+        if not folded:
+            low.copy_(p.detach())
+    return [p.detach(), *(optimizer.state[p][kind] for kind in MOMENTS)], low, p.grad
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("optimizer_class", [AdamW, FusedAdamW])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+@pytest.mark.parametrize("size", [7, 64, 3 * 48 + 5])
+def test_one_pass_gives_the_bits_of_three(
+    optimizer_class: type[AdamW | FusedAdamW],
+    factor: float,
+    size: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipping, update and the cast to bf16; with two threads each takes chunks of the largest."""
+    wanted, wanted_low, _ = train_in_one_pass(optimizer_class, size, factor, folded=False)
+    for chunks in (adamw.CHUNKS, adamw.FUSED_CHUNKS):
+        monkeypatch.setitem(chunks, "cpu", 48)
+    monkeypatch.setattr(adamw, "SHARED", 50)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, low, gradient = train_in_one_pass(optimizer_class, size, factor, folded=True)
+    finally:
+        torch.set_num_threads(threads_before)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert torch.equal(low, wanted_low)
+    if size > 2 * 50 or optimizer_class is AdamW:  # chunks are clipped in a cache
+        assert torch.equal(gradient, make_moments(size, torch.float32)[1][-1])
+
+
+def test_threads_share_only_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, real = [], adamw.share_items
+
+    def share(update: Any, chunks: Any) -> None:
+        shared.append(len(chunks))
+        real(update, chunks)
+
+    monkeypatch.setattr(adamw, "share_items", share)
+    threads_before = torch.get_num_threads()
+    try:
+        for threads, size in ((1, 2 * adamw.SHARED), (2, 2 * adamw.SHARED - 1), (2, 2 * adamw.SHARED)):
+            torch.set_num_threads(threads)
+            p = nn.Parameter(torch.zeros(size))
+            p.grad = torch.zeros(size)
+            FusedAdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8).step()
+    finally:
+        torch.set_num_threads(threads_before)
+    assert shared == [2 * adamw.SHARED // adamw.FUSED_CHUNKS["cpu"]]
+
+
+def test_the_formula_for_a_compiler_is_torchs() -> None:
+    """fp32 moments on a GPU: the plain formula against torch's kernel, and both against fp64."""
+    check_formula(adamw.fp32_update)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_a_compiled_update_is_one_pass() -> None:
+    """One kernel, which reads four numbers of an element and writes three and the bf16 weight: 30 bytes."""
+    from torch._inductor import config, metrics
+
+    metrics.reset()
+    adamw._compiled.cache_clear()
+    with config.patch(force_disable_caches=True):  # what comes from a cache is not counted
+        check_formula(adamw._compiled(adamw.fp32_update))
+    assert metrics.generated_kernel_count == 1
+
+
+SIZE = 4096
+
+
+def check_formula(update_function: Callable[..., None]) -> None:
+    weights, gradients, low = make_moments(SIZE, torch.bfloat16)
+    group = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    p, fused = nn.Parameter(weights.clone()), weights.clone()
+    m, v, fused_m, fused_v = (torch.zeros(SIZE) for _ in range(4))
+    exact_w, exact_m, exact_v = weights.double(), torch.zeros(SIZE).double(), torch.zeros(SIZE).double()
+    for count, gradient in enumerate(gradients, 1):
+        step_count = torch.tensor(float(count))
+        numbers = adamw.count_factors(step_count, group, 0.37)
+        update_function(p.detach(), gradient, m, v, [low], numbers, 0.9, 0.95, 1e-8)
+        adamw.update_fused(
+            (fused, gradient * 0.37, fused_m, fused_v), step_count, 1e-2, (0.9, 0.95), 1e-8, 0.1
+        )
+        exact_g = gradient.double() * 0.37
+        exact_m, exact_v = 0.9 * exact_m + 0.1 * exact_g, 0.95 * exact_v + 0.05 * exact_g.square()
+        root = (exact_v / (1 - 0.95**count)).sqrt() + 1e-8
+        exact_w = exact_w * (1 - 1e-3) - 1e-2 * exact_m / (1 - 0.9**count) / root
+        for found, torchs, exact in (
+            (p.detach(), fused, exact_w),
+            (m, fused_m, exact_m),
+            (v, fused_v, exact_v),
+        ):
+            largest = exact.abs().max()
+            error, torchs_error = ((x.double() - exact).abs().max() / largest for x in (found, torchs))
+            assert error < 3e-7 and torchs_error < 3e-7
+        assert torch.equal(low, p.detach().bfloat16())

@@ -98,7 +98,7 @@ def test_footprints_add_up(
 
 
 def test_restated_constants_are_as_there() -> None:
-    from megastable.engine import flatstate, layer_stats, patches
+    from megastable.engine import flatstate, layer_stats, micro_batch_sums
     from megastable.fp8 import scale_factors
     from megastable.model import blocked, ring
     from megastable.model import loss as losses
@@ -111,7 +111,8 @@ def test_restated_constants_are_as_there() -> None:
     assert {"cpu": losses.BLOCK, "cuda": losses.GPU_BLOCK} == memory.ENTROPY_BLOCK
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)
     assert activations.SCORES == layer_stats.SCORES and memory.ALIGN == blocked.ALIGN
-    assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
+    assert (micro_batch_sums.CHUNKS["cpu"], adamw.CHUNKS) == (memory.SUM_CHUNK, memory.UPDATE_CHUNK)
+    assert adamw.FUSED_CHUNKS["cpu"] == memory.FUSED_CHUNK
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.shape_sizes_of(config)

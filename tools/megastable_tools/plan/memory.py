@@ -40,6 +40,7 @@ from megastable_tools.plan.volume import (
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
+FUSED_CHUNK = 2**18
 ENTROPY_BLOCK = {"cpu": LOSS_BLOCK, "cuda": 2**22}
 CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scale_factors.py
 ALIGN = 64  # of model/blocked.py
@@ -477,6 +478,9 @@ def _scratch(
     scratch_bytes = 5 if is_eager else update_cost_of(config.optimizer).scratch
     size = min(UPDATE_CHUNK[device], max(groups))
     yield Item("buffers", "the update's intermediate results", scratch_bytes * size * FP32, ("update",))
+    if _sums(config) and device == "cpu" and config.optimizer.name == "adamw" and not is_eager:
+        scaled_bytes = min(FUSED_CHUNK, max(groups)) * FP32
+        yield Item("buffers", "clipped gradients, a chunk", scaled_bytes, ("update",))
     if config.optimizer.name == "muon":
         yield from _orthogonalized(config, layout, held)
     if kernels.attention == "blocked":

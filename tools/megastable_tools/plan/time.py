@@ -255,7 +255,9 @@ class _Prediction:
             time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
         time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
         held_stage = volume.stage_of(self.cut, dearest)
-        update = work.count_update(c, held_stage, self.layout.data)
+        update = work.count_update(
+            c, held_stage, self.layout.data, self.fused or self.cluster.device == "cpu"
+        )
         what, because = f"norm, clipping, {c.optimizer.name}", f"{update.bytes / 1e9:.2f} GB of memory"
         time_lines.append(TimeShare(what, "update", self._seconds(update), because))
         newton_schulz = work.count_orthogonalization(c, held_stage, self.layout.data)

@@ -218,11 +218,17 @@ def count_accumulation(config: RunConfig, held: Stage, micro_batches: int) -> Op
     return Operation("gradients", STREAM, 0, gradient_bytes, kernels=9 * held.blocks, when=BACKWARD)
 
 
-def count_update(config: RunConfig, held: Stage, data: int) -> Operation:
-    """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
-    of = update_cost_of(config.optimizer)
+def count_update(config: RunConfig, held: Stage, data: int, fused: bool) -> Operation:
+    """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition. fused: whether
+    AdamW can clip and write the weights in its own pass: compiled, or in chunks that a CPU's cache holds."""
+    of, o = update_cost_of(config.optimizer), config.optimizer
+    # Under BF16_Optimizer norms are measured while gradients are written (engine/micro_batch_sums.py).
+    is_measured = config.precision.kind == "bf16" and config.parallel.zero == 1
+    is_one_pass = is_measured and fused and o.name == "adamw"
     # Gradient: averaged (8), squared (4), clipped (8). Master: copied (4 and a weight).
-    each = (8 if data > 1 else 0) + 4 + 8 + of.bytes + 4 + count_element_bytes(config)
+    each = (8 if data > 1 else 0) + (0 if is_measured else 4) + of.bytes + count_element_bytes(config)
+    each += 0 if is_one_pass and o.clipping.kind == "norm" else 8
+    each += 0 if is_one_pass and o.qk_clip is None else 4
     # Muon's matrices have one moment less, which is read and written.
     size = sum(
         sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
