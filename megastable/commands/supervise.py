@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -47,6 +48,7 @@ def supervise(
     from megastable.config import recipe as recipes
     from megastable.run import directory
     from megastable.run.membership import check_alone
+    from megastable.run.run_image import restore_records
     from megastable.supervise import hooks
     from megastable.supervise.notifiers import Notifiers
     from megastable.supervise.supervisor import Supervisor
@@ -61,6 +63,8 @@ def supervise(
         raise typer.Exit(agent.attend_host(recipe_config.run.dir, host_choice.hosts[host_choice.node].name))
     hooks.check_hooks(recipe_config.supervise)  # before anything is created
     store_address = choose_interface(recipe_config.supervise.interface, host_choice)
+    if recipe_config.checkpoint.upload is not None and recipe_config.run.dir is not None:
+        restore_records(recipe_config.run.dir, recipe_config.checkpoint.upload, partial(print, flush=True))
     run = directory.make_directory(recipe_config, recipes.find_recipe(recipe))
     run_config = recipe_config.model_copy(
         update={"run": recipe_config.run.model_copy(update={"dir": run.root})}

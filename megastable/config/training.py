@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
 from megastable.config.warmups import BatchWarmup, SequenceWarmup
@@ -23,6 +23,15 @@ Seconds = Annotated[float, Field(ge=0.0, le=LONGEST)]
 PositiveSeconds = Annotated[float, Field(gt=0.0, le=LONGEST)]
 WholeSeconds = Annotated[int, Field(ge=1, le=LONGEST)]
 SampleCount = Annotated[int, Field(ge=0, le=10**6)]  # read at once, whole
+
+
+def _store_url(given: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s?#]+", given):
+        raise ValueError("it is not the URL of a folder in an object store, such as s3://bucket/folder")
+    return given.rstrip("/")
+
+
+StoreUrl = Annotated[str, AfterValidator(_store_url)]
 
 
 @dataclass(frozen=True)
@@ -227,6 +236,9 @@ class CheckpointConfig(Section):
     """Write in the background: the step waits only for a copy in host memory."""
     staging: Path | None = Field(default=None, examples=["/scratch/megastable"])
     """Local disk of every host, to write to before uploading to `run.dir`; null: write to `run.dir`."""
+    upload: StoreUrl | None = Field(default=None, examples=["s3://bucket/runs/mine"])
+    """Folder in an object store to which checkpoints and the run's records are uploaded behind training, and from which
+    a run is brought back whose directory is gone; needs `run.dir`; null: none (docs/object-stores.md)."""
     at_end: bool = True
     """Write a checkpoint after the last step."""
     on_failure: Literal["continue", "stop"] = "continue"

@@ -33,6 +33,7 @@ from megastable.config.training import (
     ParallelConfig,
     PositiveSeconds,
     PrecisionConfig,
+    StoreUrl,
     TrainConfig,
     WholeSeconds,
 )
@@ -114,12 +115,30 @@ class EvalConfig(Section):
 
 
 class CorpusConfig(Section):
-    """One corpus of the blend: a folder that `megastable prepare` made."""
+    """One corpus of the blend: a folder that `megastable prepare` made, here or in an object store."""
 
     path: Path = Field(examples=["data/mine"])
     """The folder."""
+    url: StoreUrl | None = Field(default=None, examples=["s3://bucket/mine"])
+    """Where the folder is in an object store; `path` is then a local folder of every host, to which shards are fetched
+    (docs/object-stores.md)."""
+    cache_gib: PositiveFloat | None = Field(default=None, examples=[500.0])
+    """With `url`: shards that `path` holds at most; null: all. [GiB]"""
     weight: PositiveFloat = 1.0
     """Share of the blend, relative to the weights of the other corpora."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_local(cls, path: Path) -> Path:
+        if (scheme := path.parts[0] if path.parts else "").endswith(":") and len(scheme) > 2:
+            raise ValueError(f"{scheme}// is a URL: give it as url, and as path a local folder for its shards")
+        return path
+
+    @model_validator(mode="after")
+    def _limits_a_url(self) -> CorpusConfig:
+        if self.cache_gib is not None and self.url is None:
+            raise ValueError("cache_gib limits what is fetched from a url: give one, or leave cache_gib out")
+        return self
 
 
 class ValidationConfig(Section):
@@ -380,4 +399,9 @@ class RunConfig(Section):
         tree_parts = self.model, self.parallel, self.precision, self.optimizer, self.train
         if problems := "\n  ".join(find_impossible(*tree_parts)):
             raise ValueError(problems)
+        if self.checkpoint.upload is not None and self.run.dir is None:
+            raise ValueError(
+                f"checkpoint.upload={self.checkpoint.upload} without run.dir: every start would be a new run, which "
+                "cannot share the URL with the one before; set run.dir"
+            )
         return self

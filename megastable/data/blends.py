@@ -157,7 +157,7 @@ class GoneStream(Stream):
     """Stand-in for a corpus that was taken out of the blend and is no longer on disk."""
 
     def __init__(self, share: Share, problem: str) -> None:
-        self.tokens = share.tokens
+        self.tokens, self.remote = share.tokens, None
         self._problem = f"corpus {share.name!r}, which was taken out of the blend, is needed again: {problem}"
 
     def split_range(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:

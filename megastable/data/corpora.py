@@ -31,6 +31,7 @@ from megastable.data.blends import (
 )
 from megastable.data.manifest import Manifest, Stream, TokenizerInfo
 from megastable.data.order import BLOCK, Order, OrderedCorpus, blend_quotas
+from megastable.data.remote_corpus import open_remote
 from megastable.data.samples import Source
 
 SPLIT = "validation"
@@ -284,6 +285,10 @@ def open_corpora(
             "megastable prepare makes them"
         )
     given = [corpus.model_copy(update={"path": find_recipe(corpus.path)}) for corpus in given]
+    for corpus in given:
+        if corpus.url is not None:
+            limit = None if corpus.cache_gib is None else max(1, round(corpus.cache_gib * 2**30))
+            open_remote(corpus.path, corpus.url, limit)
     manifests = [_load(corpus.path, known) for corpus in given]
     corpus_names = [manifest.name for manifest in manifests]
     if twice := next(
@@ -393,6 +398,17 @@ def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
         for corpus, done, corpus_size in samples_read
         if done > WORTH_LITTLE * corpus_size
     ]
+    for stream in corpora.train.streams:
+        if stream.remote is None or (limit := stream.remote.remote.limit) is None:
+            continue
+        infos = [stream.describe_shard(name) for name in {segment.shard for segment in stream.segments}]
+        shard_bytes = sum(info.bin_bytes + info.idx_bytes for info in infos)
+        if shard_bytes > limit:
+            warning_texts.append(
+                f"{stream.directory} may hold {limit / 2**30:.3g} of {shard_bytes / 2**30:.3g} GiB: samples are drawn from "
+                f"all shards, so about {100 * (1 - limit / shard_bytes):.0f} % of them are fetched again with a whole "
+                "shard each: a cache_gib that holds all of them is much faster"
+            )
     total_weight = sum(share.weight for share in corpora.shares)
     quota_by_name = dict(zip((corpus.name for corpus in order.corpora), order.quotas, strict=True))
     for share in corpora.shares:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +22,7 @@ import torch
 from megastable.base.errors import ConfigError
 from megastable.config.tree import DataConfig
 from megastable.config.warmups import Stages
+from megastable.data.remote_corpus import ReadAhead
 from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
 
@@ -121,7 +122,9 @@ class Loader:
         self.keep_documents_apart, self._prefetch = config.keep_documents_apart, config.prefetch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: deque[Future[Step]] = deque()
-        self._fill(self._prefetch)
+        is_remote = any(stream.remote is not None for stream in source.streams)
+        self._read_ahead = ReadAhead(source.order, source.streams) if is_remote else None
+        self._begin_ahead()
 
     def __iter__(self) -> Iterator[Step]:
         return self
@@ -131,13 +134,20 @@ class Loader:
         next_step = self._ahead[0].result()
         self._ahead.popleft()
         self.cursor = next_step.next
+        if self._read_ahead is not None:
+            self._read_ahead.note_step()
         return next_step
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait for the next step at most so long; whether `next` would not wait any more."""
+        self._fill(self._prefetch + 1)
+        return bool(wait([self._ahead[0]], seconds).done)
 
     def go_to(self, cursor: int, skips: Skips | Selection) -> None:
         """Continue at `cursor` with `skips`; prefetched steps are discarded."""
         self.cursor, self.skips = cursor, skips
         self._drop()
-        self._fill(self._prefetch)
+        self._begin_ahead()
 
     def read_micro_batches(self, positions: Int64s) -> list[MicroBatch]:
         """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
@@ -163,6 +173,8 @@ class Loader:
     def close(self) -> None:
         """End the thread, after the step that it is reading."""
         self._drop()
+        if self._read_ahead is not None:
+            self._read_ahead.close()
         self._thread.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -170,6 +182,18 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin_ahead(self) -> None:
+        """Read steps, and fetch shards of later ones, from the cursor on."""
+        if self._read_ahead is not None:
+            self._read_ahead.follow_steps(self._own_positions(self.cursor, self.skips))
+        self._fill(self._prefetch)
+
+    def _own_positions(self, cursor: int, skips: Skips | Selection) -> Iterator[Int64s]:
+        """This rank's positions of every step from a cursor on."""
+        while True:
+            positions, cursor = skips.next_kept(cursor, self.batches.value_at(cursor))
+            yield positions.reshape(-1, self.part.data_size, self.part.micro_batch)[:, self.part.data_rank].ravel()
 
     def _fill(self, steps: int) -> None:
         while len(self._ahead) < steps:

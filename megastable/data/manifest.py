@@ -29,6 +29,8 @@ from pydantic import (
 
 from megastable.base import durable
 from megastable.base.errors import DataError
+from megastable.data import remote_corpus
+from megastable.data.remote_corpus import RemoteCorpus
 from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
 from megastable.data.shards import Shard
 
@@ -180,8 +182,8 @@ class Manifest(BaseModel):
 class Stream:
     """The tokens of one split, one after another, over all its segments.
 
-    Opening costs two `stat` calls per shard; a shard is opened on its first read, at most `OPEN_SHARDS` at a time.
-    Thread-safe. Raises DataError if the split is missing or a file is not the one that the manifest describes.
+    Opening costs two `stat` calls per shard; a shard is opened on its first read, at most `OPEN_SHARDS` at a time. Those
+    of a corpus in an object store are fetched then (`remote`). Thread-safe. Raises DataError if the split is missing or a file is not the one that the manifest describes.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
@@ -192,7 +194,9 @@ class Stream:
                 f"{directory / FILE} has no split {split!r}: it has {', '.join(manifest.splits) or 'none'}"
             )
         self._infos = {shard.name: shard for shard in manifest.shards}
-        for shard_name in {segment.shard for segment in self.segments}:
+        self.remote = RemoteCorpus.find_remote(directory)
+        self._most = OPEN_SHARDS if self.remote is None else remote_corpus.OPEN_SHARDS
+        for shard_name in {segment.shard for segment in self.segments} if self.remote is None else ():
             _check_sizes(directory, self._infos[shard_name])
         # Segment i holds the tokens [edges[i], edges[i + 1]) of the stream.
         self._edges = np.cumsum([0, *(segment.tokens for segment in self.segments)], dtype=np.int64)
@@ -218,9 +222,21 @@ class Stream:
 
     def open_shard(self, shard: str) -> Shard:
         """A shard of the corpus, of any split. Raises DataError if there is none of that name."""
+        info, vocab_size = self.describe_shard(shard), self.manifest.tokenizer.vocab_size
+        if self.remote is not None:
+            return self.remote.open_shard(info, vocab_size)
+        return Shard(self.directory / shard, info, vocab_size)
+
+    def describe_shard(self, shard: str) -> ShardInfo:
+        """What the manifest says of a shard. Raises DataError if there is none of that name."""
         if shard not in self._infos:
             raise DataError(f"{self.directory / FILE} lists no shard {shard!r}")
-        return Shard(self.directory / shard, self._infos[shard], self.manifest.tokenizer.vocab_size)
+        return self._infos[shard]
+
+    def shards_between(self, first: int, count: int) -> list[str]:
+        """The shards that hold tokens [first, first + count) of the stream, without opening one."""
+        begin, end = np.searchsorted(self._edges, [first, first + count - 1], side="right") - 1
+        return [segment.shard for segment in self.segments[begin : end + 1]]
 
     def split_range(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
         """Split a range of the stream at segments: (shard, offset in the shard, length, offset in the
@@ -245,7 +261,7 @@ class Stream:
             if shard is None:
                 shard = self.open_shard(own_segment.shard)
             self._shards[own_segment.shard] = shard
-            if len(self._shards) > OPEN_SHARDS:
+            if len(self._shards) > self._most:
                 self._shards.popitem(last=False)  # closed once no thread reads from it
             if number not in self._checked:
                 self._check_edges(shard, own_segment)

@@ -17,6 +17,7 @@ from math import inf
 from types import FrameType
 
 from megastable.base import activity, errors
+from megastable.base.activity import STORE
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.base.process import SAME, STOPS, release_stops
 from megastable.cluster.fleet import Attempt, Fleet, KernelView
@@ -315,7 +316,14 @@ class Supervisor:
         )
 
     def _storage_stalls(self) -> bool:
-        """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins again."""
+        """Whether the run directory, or the store of the data, does not answer: then nobody hangs, all wait for it, and the clock begins again."""
+        waiting_ranks = [
+            rank for rank, view in self._views({}).items() if view.activity == STORE and not view.mute
+        ]
+        if waiting_ranks:
+            self.say(f"WARNING: rank {waiting_ranks[0]} waits for data from an object store, and all wait for it")
+            self.hangs.reset_wait()
+            return True
         seconds = self.storage.stalled_seconds()
         if seconds is None:
             return False

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megastable.base.collectives import combine_answers, mark_collective, run_on_all, run_on_first
+from megastable.base.collectives import (
+    combine_answers,
+    gather_objects,
+    mark_collective,
+    run_on_all,
+    run_on_first,
+)
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import random_name
@@ -24,6 +30,7 @@ from megastable.checkpoint.parts import recover_staged
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.shared_reading import HeldFiles, load_shared, read_newest_good
 from megastable.checkpoint.store import LayoutState, RunState
+from megastable.checkpoint.uploads import LAST_SECONDS, Uploader, look_at_run
 from megastable.checkpoint.vitals import (
     Vitals,
     bound_moment_ratio,
@@ -56,6 +63,7 @@ from megastable.run.events.training_events import (
     Warned,
 )
 from megastable.run.log import RunLog
+from megastable.run.rank_ipc import host_name
 
 
 class Checkpoints:
@@ -81,6 +89,11 @@ class Checkpoints:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
         self.log, self.phase, self.vitals = log, phase, vitals
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe, lineage)
+        self.uploader: Uploader | None = None
+        if self.config.upload is not None:
+            hosts, rank = gather_objects(host_name()), dist.get_rank()
+            if hosts.index(hosts[rank]) == rank:  # one rank of every host uploads what its ranks have written
+                self.uploader = Uploader(self.config.upload, run, hosts, rank)
         self.trend = StepsOnTrend(self.config.healthy_after)
         self._model = config.model
         self.last = -1
@@ -295,6 +308,7 @@ class Checkpoints:
         unsaved_seconds = 0.0 if saved else run_on_first(lambda: self._count_unsaved(state))
         self._last_begun = time.monotonic() - unsaved_seconds
         self.trend.resume_at(step, run_on_first(self._unproven))
+        self._offer_view(step)
 
     def _count_unsaved(self, state: RunState) -> float:
         """Seconds of training up to `state` since the newest checkpoint that can be read; all without one."""
@@ -450,6 +464,33 @@ class Checkpoints:
         sums: of `saver.collect_ballot`. Afterwards `nonfinite_step` says whether a state was not finite."""
         self.hear_ballot(sums)
         self._mark(self.trend.add_step(step, on_trend), step)
+        if self.uploader is not None:
+            for note in self.uploader.take_notes():
+                self.log.emit_event(Warned(step=step, text=note), say=f"WARNING: {note}")
+            if self.uploader.outdated:
+                self._offer_view(step)
+
+    def _offer_view(self, step: int) -> None:
+        """Have uploaded what the run directory holds now."""
+        if self.uploader is None:
+            return
+        try:
+            self.uploader.offer_view(look_at_run(self.run))
+        except (OSError, CheckpointError) as error:  # the next checkpoint brings another one
+            self.log.emit_event(Warned(step=step, text=f"not uploaded: {error}"), say=f"WARNING: not uploaded: {error}")
+
+    def finish_uploads(self) -> None:
+        """At the end of the run: wait until the store has all of it, if it comes to that."""
+        if self.config.upload is None:
+            return
+        self.phase("upload")
+        self._offer_view(self.last)
+        finished = self.uploader is None or self.uploader.finish(LAST_SECONDS)
+        if not all(gather_objects(finished)):
+            self.log.say_line(
+                f"WARNING: {self.config.upload} does not have the end of this run: {LAST_SECONDS:.0f} s were not enough; "
+                f"{self.run.resuming} uploads it"
+            )
 
     def hear_ballot(self, sums: Sequence[float]) -> None:
         """After a step that is repeated: the sums of `saver.collect_ballot`."""
@@ -475,6 +516,7 @@ class Checkpoints:
             suspect_reason = f"written after step {step}, which was returned to"
             self.log.emit_event(CheckpointSuspect(name=name, reason=suspect_reason))
         self.last = -1 if kept_step is None else kept_step
+        self._offer_view(step)  # so that the store no longer offers those either
 
     def make_unstable_error(self) -> MegastableError:
         """The error to raise if a non-finite state cannot be left. A checkpoint of it would push out a good one, and
@@ -510,6 +552,7 @@ class Checkpoints:
             ))  # fmt: skip
             if step not in self._doubted:
                 self._mark(self.trend.add_checkpoint(step), step)
+            self._offer_view(step)
             return
         message = (
             f"the checkpoint of step {step} could not be written: {outcome.problem}. Earlier ones are intact"
@@ -538,3 +581,4 @@ class Checkpoints:
                 self.log.say_line(f"WARNING: {error}")
             else:
                 self.log.emit_event(CheckpointHealthy(step=now, name=checkpoint_path.name))
+                self._offer_view(now)

@@ -10,6 +10,7 @@ from pathlib import Path
 from megastable.base import activity
 from megastable.base.collectives import mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError
+from megastable.base.object_store import describe_wait
 from megastable.base.text import count_noun
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -192,6 +193,9 @@ class DataOrder:
             self.log.emit_event(Warned(step=step, text=text), say=f"WARNING: {text}")
 
 
+STORE_SECONDS = 1.0  # a wait for data that takes longer may be one for an object store, which is a phase of its own
+
+
 class Feed:
     """loader: of the order's samples, from the run's cursor on. waited: seconds for the last batch."""
 
@@ -203,6 +207,12 @@ class Feed:
         """The next global batch, with this rank's part of it."""
         activity.enter_activity(activity.DATA)
         begin_time = time.perf_counter()
+        while not self.loader.wait_ready(STORE_SECONDS):
+            if describe_wait() and activity.current_activity()[0] != activity.STORE:
+                self.heart.enter_phase(activity.STORE)
+        if activity.current_activity()[0] == activity.STORE:
+            self.heart.enter_phase(activity.REST)
+            activity.enter_activity(activity.DATA)
         global_batch = next(self.loader)
         self.waited = time.perf_counter() - begin_time
         return global_batch

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 from megastable.base import durable
 from megastable.base.collectives import find_difference, mark_collective, run_on_all, run_on_first
-from megastable.base.errors import ConfigError
+from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.hardware import leads_host
 from megastable.base.process import SAME, STOPS, release_stops
+from megastable.checkpoint.uploads import restore_checkpoints
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, read_blends
@@ -27,6 +29,7 @@ from megastable.data.corpora import Corpora, HeldOut, Manifests, open_corpora
 from megastable.data.shards import Shard
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
+from megastable.run.run_image import PLAN, restore_records
 
 
 class StopRequest:
@@ -90,6 +93,27 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     run = config.run.model_copy(update={"dir": root})
     # Rank 0 keeps the object that holds the lock.
     return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
+
+
+def restore_run(config: RunConfig, supervised: bool) -> None:
+    """Bring back the records of a run whose directory is gone, from where `checkpoint.upload` says; the supervisor has
+    done it before its first attempt. Collective. Raises ConfigError."""
+    url, root = config.checkpoint.upload, config.run.dir
+    if url is not None and root is not None and not supervised:
+        run_on_first(lambda: restore_records(root, url, partial(print, flush=True)))
+
+
+def fetch_checkpoints(config: RunConfig, run: RunDirectory) -> None:
+    """Fetch the checkpoints that a run which was brought back lacks. Collective. Raises CheckpointError."""
+    plan_path = run.checkpoints / PLAN
+    if config.checkpoint.upload is not None:
+        restore_checkpoints(run, config.checkpoint.upload)
+    elif run_on_first(plan_path.exists):
+        raise mark_collective(
+            CheckpointError(
+                f"{plan_path}: this run's checkpoints are still in an object store: give its checkpoint.upload again"
+            )
+        )
 
 
 def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:

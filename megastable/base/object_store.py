@@ -1,0 +1,172 @@
+"""A folder in an object store (S3, Google Cloud Storage, ...) by an fsspec URL: whole objects in and out, nothing cached.
+
+fsspec and the client of the store are imported only where a URL is used (the extra `store`). Credentials and endpoint
+are those of the client's own environment (AWS_ENDPOINT_URL, AWS_PROFILE, ...), never of a recipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megastable.base.errors import ConfigError, is_full
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LONGEST_PAUSE = 30.0  # seconds between two tries
+SAID_EVERY = 60.0  # seconds between two warnings about the same wait
+START_SECONDS = 60.0  # a start waits so long for a store; a run that trains waits for as long as it takes
+
+# What threads of this process wait for, by thread.
+_awaited: dict[int, str] = {}
+
+
+class StoreError(OSError):
+    """The store, or the way to it, fails: it may help to try again."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL of an object store rather than a path."""
+    return "://" in text
+
+
+def describe_wait() -> str:
+    """What this process waits for in a store, and why; "" if for nothing."""
+    return next(iter(list(_awaited.values())), "")
+
+
+def retry(
+    action: Callable[[], T], what: str, seconds: float = float("inf"), stopped: threading.Event | None = None
+) -> T:
+    """The result of `action`, tried again after longer and longer pauses when the store fails.
+
+    Args:
+        action: talks to a store.
+        what: it wants, for the log and `describe_wait`.
+        seconds: until it is given up.
+        stopped: set by others to give up.
+
+    Raises:
+        FileNotFoundError: At once, the store has no such object.
+        OSError: At once for a full disk, otherwise the last one when it is given up.
+    """
+    stop_event, thread = stopped or threading.Event(), threading.get_ident()
+    begin_time, said_time, pause = time.monotonic(), float("-inf"), 0.5
+    try:
+        while True:
+            try:
+                return action()
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                now = time.monotonic()
+                if is_full(error) or stop_event.is_set() or now - begin_time + pause > seconds:
+                    raise
+                _awaited[thread] = f"{what}: {error}"
+                if now - said_time >= SAID_EVERY:
+                    log.warning("waiting for %s: %s; it is tried again until it is there", what, error)
+                    said_time = now
+            stop_event.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+    finally:
+        if _awaited.pop(thread, ""):
+            log.warning("no longer waiting for %s, after %.0f s", what, time.monotonic() - begin_time)
+
+
+class ObjectStore:
+    """The objects below a URL, by their keys: relative names with slashes. Thread-safe.
+
+    All methods raise FileNotFoundError for an object that is not there, PermissionError where the store says no, and
+    StoreError for all else that the store or the network does.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError if no client for such a URL is installed, or it is malformed."""
+        self.url = url.rstrip("/")
+        try:
+            import fsspec
+        except ImportError:
+            raise ConfigError(f"{url}: object stores need fsspec: pip install 'megastable[store]'") from None
+        scheme = url.partition("://")[0]
+        # Listings change behind our back; a local folder, unlike a bucket, needs its subfolders made.
+        options = {"auto_mkdir": True} if scheme in ("file", "local") else {"use_listings_cache": False}
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except ImportError as error:
+            raise ConfigError(
+                f"{url}: {error}: pip install 'megastable[store]' for s3, the client of that name for others"
+            ) from None
+        except Exception as error:  # every client has its own errors
+            raise ConfigError(f"{url} is not a URL that fsspec knows: {_in_a_line(error)}") from None
+        self._root = self._root.rstrip("/")
+
+    def read_object(self, key: str) -> bytes:
+        """The bytes of an object."""
+        with self._errors(key):
+            content: bytes = self._files.cat_file(self._path(key))
+        return content
+
+    def write_object(self, key: str, content: bytes) -> None:
+        """Write an object; in a store, unlike in a folder, it is there whole or not at all."""
+        with self._errors(key):
+            self._files.pipe_file(self._path(key), content)
+
+    def download_file(self, key: str, path: Path) -> None:
+        """Copy an object to a local file. Raises OSError also for the local disk."""
+        with self._errors(key):
+            self._files.get_file(self._path(key), str(path))
+
+    def upload_file(self, path: Path, key: str) -> None:
+        """Copy a local file to an object. FileNotFoundError: of the local file."""
+        try:
+            with self._errors(key):
+                self._files.put_file(str(path), self._path(key))
+        except FileNotFoundError as error:
+            if path.exists():  # the bucket is not there
+                raise StoreError(str(error)) from None
+            raise
+
+    def list_objects(self, prefix: str) -> dict[str, int]:
+        """Keys below `prefix`, with their sizes in bytes; empty if there are none."""
+        with suppress(FileNotFoundError), self._errors(prefix):
+            self._files.invalidate_cache()
+            found = self._files.find(self._path(prefix), detail=True)
+            return {
+                path.rpartition(f"{self._root}/")[2]: int(facts["size"]) for path, facts in found.items()
+            }
+        return {}
+
+    def delete_objects(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there do not matter."""
+        for key in keys:
+            with suppress(FileNotFoundError), self._errors(key):
+                self._files.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        where = f"{self.url}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{where}: {error}") from None
+        except PermissionError as error:
+            raise PermissionError(f"{where}: no permission: {_in_a_line(error)}") from None
+        except OSError as error:
+            if is_full(error):
+                raise
+            raise StoreError(f"{where}: {_in_a_line(error)}") from error
+        except Exception as error:  # a client raises what it likes
+            raise StoreError(f"{where}: {_in_a_line(error)}") from error
+
+
+def _in_a_line(error: Any) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

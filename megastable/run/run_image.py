@@ -1,0 +1,249 @@
+"""An image of a run directory in an object store: what a run is brought back from when its directory is gone.
+
+    URL/heads/000000000012.json    the newest image: path, size and hash of every file
+    URL/objects/XXH3-SIZE          the files' contents, by their hash: written once, never changed
+
+A head is written after all objects that it names, and seals itself by a hash, so an image is there whole or not at all. Uploads
+are checkpoint/uploads.py; this module, which needs no torch, reads. The journal only grows: of a directory and an image,
+the one whose journal continues the other's is the newer one, and two that continue neither are of two runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+
+from megastable.base import durable
+from megastable.base.errors import ConfigError, DataError
+from megastable.base.object_store import START_SECONDS, ObjectStore, retry
+from megastable.run.directory import RunDirectory, event_of_line
+from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect
+
+HEADS, OBJECTS, JOURNAL, CHECKPOINTS = "heads/", "objects/", "journal.jsonl", "checkpoints"
+PLAN = ".to-fetch.json"  # in checkpoints/: what the ranks are to bring back before they start
+_HEAD = re.compile(rf"{HEADS}(\d{{12}})\.json")
+_CHECKPOINT = re.compile(r"step-(?:0|[1-9][0-9]{0,17})")
+BLOCK = 1 << 22  # bytes read and hashed at a time
+DOWNLOADS = 4  # at once
+
+
+class StoredFile(BaseModel):
+    """A file's content: its bytes and its xxh3-128."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: NonNegativeInt
+    xxh3: str
+
+    @property
+    def key(self) -> str:
+        """Of its object."""
+        return f"{OBJECTS}{self.xxh3}-{self.size}"
+
+
+Files = dict[str, StoredFile]
+
+
+class RunImage(BaseModel):
+    """The files of a run directory at one moment, by their paths in it. time: unix seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = 1
+    time: float
+    files: Files
+
+    @field_validator("files")
+    @classmethod
+    def _stay_inside(cls, files: Files) -> Files:
+        for path in files:
+            parts = PurePosixPath(path).parts
+            if not parts or PurePosixPath(path).is_absolute() or ".." in parts or str(PurePosixPath(path)) != path:
+                raise ValueError(f"{path!r} is not a path in a run directory")
+        return files
+
+    @property
+    def checkpoints(self) -> dict[str, Files]:
+        """The files of each checkpoint by their names, the newest first."""
+        found = dict[str, Files]()
+        for path, stored_file in self.files.items():
+            parts = path.split("/")
+            if len(parts) == 3 and parts[0] == CHECKPOINTS and _CHECKPOINT.fullmatch(parts[1]):
+                found.setdefault(parts[1], {})[parts[2]] = stored_file
+        return dict(sorted(found.items(), key=lambda item: -int(item[0].removeprefix("step-"))))
+
+    @property
+    def records(self) -> Files:
+        """All files but those of checkpoints."""
+        inside = {f"{CHECKPOINTS}/{name}/{file}" for name, files in self.checkpoints.items() for file in files}
+        return {path: stored_file for path, stored_file in self.files.items() if path not in inside}
+
+    def to_sealed_bytes(self) -> bytes:
+        """Its hash in a line, then itself."""
+        content = self.model_dump_json().encode()
+        return f"{xxhash.xxh3_128_hexdigest(content)}\n".encode() + content
+
+
+class Plan(BaseModel):
+    """Checkpoints that are still to be fetched, by their names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoints: dict[str, Files]
+
+
+def head_name(number: int) -> str:
+    return f"{HEADS}{number:012d}.json"
+
+
+def find_heads(store: ObjectStore) -> list[int]:
+    """The numbers of the heads in a store, ascending. Raises OSError."""
+    return sorted(int(match[1]) for key in store.list_objects(HEADS) if (match := _HEAD.fullmatch(key)))
+
+
+def find_image(store: ObjectStore) -> tuple[int, RunImage] | None:
+    """The newest image that is whole, and its number. Raises OSError; DataError for one of another version."""
+    for number in reversed(find_heads(store)):
+        seal, _, content = store.read_object(head_name(number)).partition(b"\n")
+        if seal.decode(errors="replace") != xxhash.xxh3_128_hexdigest(content):
+            continue  # of a store that shows objects before they are whole
+        try:
+            image = RunImage.model_validate_json(content)
+        except ValidationError as error:
+            raise DataError(f"{store.url}/{head_name(number)}: of another version? {error}") from None
+        return number, image
+    return None
+
+
+def fetch_file(store: ObjectStore, stored: StoredFile, target: Path, what: str) -> None:
+    """Bring a file back; on disk when this returns. Raises DataError for wrong content, OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if stored.size:
+        store.download_file(stored.key, target)
+    else:
+        target.write_bytes(b"")  # some clients ask for ranges of bytes, of which an empty object has none
+    digest = xxhash.xxh3_128()
+    with target.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+        os.fsync(file.fileno())
+    if (target.stat().st_size, digest.hexdigest()) != (stored.size, stored.xxh3):
+        target.unlink()
+        raise DataError(f"{store.url}/{stored.key}, {what}: damaged: it is not what was uploaded")
+
+
+def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> None:
+    """At the start of a run, on one process: bring back what the image in the store has and `run_root` lacks.
+
+    A directory that is gone, or older than the image, gets the records at once, and a plan by which the ranks fetch the
+    checkpoints (checkpoint/uploads.py). A directory that continues the image, but has no checkpoint, gets the plan.
+
+    Raises ConfigError if the store holds another run, or cannot be read and there is no run here to go on with.
+    """
+    store, run = ObjectStore(url), RunDirectory(run_root)
+    try:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = durable.lock_file(run_root / ".lock")
+        if lock is None:
+            return  # somebody trains here: the caller finds out, too
+        with lock:
+            _restore(run, store, say)
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint.upload={url}: an object of its image is gone: {error}") from None
+    except DataError as error:
+        raise ConfigError(f"checkpoint.upload={url}: {error}: give another URL to begin without it") from None
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_root}: it could not be brought back from {url}: {error}") from None
+
+
+def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) -> None:
+    journal = run.journal.read_bytes() if run.journal.exists() else b""
+    try:
+        found = retry(lambda: find_image(store), store.url, START_SECONDS)
+        # A wrong bucket or a missing permission is found now, not at the first checkpoint.
+        retry(lambda: store.write_object("run.txt", f"{run.root}\n".encode()), store.url, START_SECONDS)
+    except OSError as error:
+        if not journal:
+            raise ConfigError(
+                f"checkpoint.upload={store.url} cannot be used, so whether the run is there cannot be said: {error}"
+            ) from None
+        say(f"WARNING: checkpoint.upload={store.url} cannot be used now: {error}; the run goes on from {run.root}")
+        return
+    if found is None or JOURNAL not in found[1].files:
+        return
+    number, image = found
+    stored_journal = image.files[JOURNAL]
+    if xxhash.xxh3_128_hexdigest(journal[: stored_journal.size]) == stored_journal.xxh3:
+        _plan_missing(run, image, journal[stored_journal.size :], say)
+        return
+    staging = run.root / ".restoring"
+    shutil.rmtree(staging, ignore_errors=True)
+    fetch_file(store, stored_journal, staging / JOURNAL, JOURNAL)
+    if not (staging / JOURNAL).read_bytes().startswith(journal):
+        raise ConfigError(
+            f"checkpoint.upload={store.url} holds another run than run.dir={run.root}, or one that has gone on from it "
+            "elsewhere: give each run a URL of its own, or remove the one that is not wanted"
+        )
+    age = time.time() - image.time
+    say(f"{run.root} is brought back from {store.url}, as it was {age / 60:.0f} minutes ago (image {number})")
+    records = {path: stored for path, stored in image.records.items() if path != JOURNAL}
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        list(pool.map(lambda item: fetch_file(store, item[1], staging / item[0], item[0]), records.items()))
+    _check_older(run, image)
+    for path in records:
+        (run.root / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / path, run.root / path)
+        durable.sync_directory((run.root / path).parent)
+    _write_plan(run, image.checkpoints)
+    # Last: a directory with this journal has all the rest.
+    os.replace(staging / JOURNAL, run.journal)
+    durable.sync_directory(run.root)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_older(run: RunDirectory, image: RunImage) -> None:
+    """Raise a ConfigError if a ledger here has lines that the image lacks: a person may have written them."""
+    for ledger in (run.skips, run.blends, run.changes):
+        here, stored = ledger.read_bytes() if ledger.exists() else b"", image.files.get(ledger.name)
+        fetched = (run.root / ".restoring" / ledger.name).read_bytes() if stored is not None else b""
+        if not fetched.startswith(here):
+            raise ConfigError(
+                f"{ledger} has lines that the newer run in the object store does not: move it away, and add them again "
+                "once the run is back"
+            )
+
+
+def _plan_missing(run: RunDirectory, image: RunImage, tail: bytes, say: Callable[[str], None]) -> None:
+    """Plan to fetch the image's checkpoints, but those that the journal has left since, if there are none here."""
+    if any(_CHECKPOINT.fullmatch(path.name) for path in run.checkpoints.iterdir()):
+        return
+    events = map(event_of_line, tail.splitlines())
+    left = {event.get("name") for event in events if isinstance(event, CheckpointSuspect | CheckpointRejected)}
+    missing = {name: files for name, files in image.checkpoints.items() if name not in left}
+    if missing:
+        say(f"{run.checkpoints} has no checkpoint: {', '.join(missing)} are brought back from the object store")
+        _write_plan(run, missing)
+
+
+def _write_plan(run: RunDirectory, checkpoints: Mapping[str, Files]) -> None:
+    plan = Plan(checkpoints=dict(checkpoints))
+    durable.write_file(run.checkpoints / PLAN, plan.model_dump_json().encode())
+
+
+def read_plan(run: RunDirectory) -> Plan | None:
+    """What is still to be fetched. Raises DataError."""
+    path = run.checkpoints / PLAN
+    try:
+        return Plan.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise DataError(f"{path}: {error}: delete {run.root}, it is brought back again") from None
