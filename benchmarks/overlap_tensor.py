@@ -153,7 +153,9 @@ class MessageRecorder:
             work = send(result, given, group=group, async_op=True)
             whole_tensor = max(result, given, key=Tensor.numel)
             sent_bytes = whole_tensor.numel() * whole_tensor.element_size() * (ranks - 1) / ranks
-            self._free = max(self._free, self._clock.read()) + self._case.latency + sent_bytes / self._case.rate
+            self._free = (
+                max(self._free, self._clock.read()) + self._case.latency + sent_bytes / self._case.rate
+            )
             self.messages.append(SlowMessage(work, self._free, self._clock, self.waits))
             if self.waits_at_once or not async_op:
                 self.messages[-1].wait()
@@ -163,7 +165,7 @@ class MessageRecorder:
 
     def list_spans(self) -> list[Span]:
         """Both passes, the waits and the messages."""
-        times = {name: when for name, when in reversed(self.entered)}
+        times = dict(reversed(self.entered))
         origin = times[activity.BACKWARD]
         passes = [
             Span("forward", times[activity.FORWARD], origin),

@@ -41,7 +41,7 @@ from megastable.training.live_changes import Effects
 from megastable.training.memory_copies import MemoryCopies
 from megastable.training.recorder import Observer, StepRecorder, end_if_all_refused, is_due
 from megastable.training.resume import Start
-from megastable.training.startup import StopRequest, fetch_checkpoints, open_data, open_run, restore_run
+from megastable.training.startup import StopRequest, open_data, open_run
 from megastable.training.step_profiler import explain_no_trace, profile_steps
 from megastable.training.summary import find_peak, introduce_run, write_summary
 
@@ -280,19 +280,14 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
     """A whole run on this rank; the process group exists already. attempt: of the supervisor. The exit code."""
     # A supervisor counts its own time, which begins before ours.
     stop_request = StopRequest(config.run.max_hours if attempt is None else None)
-    restore_run(config, supervised=attempt is not None)
-    config, opened_corpora = open_data(config)
+    config, opened_corpora = open_data(config, supervised=attempt is not None)
     config, run_directory = open_run(config, recipe_path)
-    fetch_checkpoints(config, run_directory)
     with Heartbeat(
         run_directory, dist.get_rank(), dist.get_world_size(), config.train.steps, stop_request, attempt
     ) as rank_heartbeat:
         rank_start = Start(config, run_directory, opened_corpora, rank_heartbeat)
         if rank_start.complete:
-            rank_start.tell_complete()
-            if rank_start.memory is not None:
-                rank_start.memory.close(remove=True)
-            rank_start.checkpoints.finish_uploads()
+            rank_start.end_complete()
             return OK
         return Trainer(rank_start, stop_request, rank_heartbeat).train()
 

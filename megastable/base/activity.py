@@ -20,7 +20,9 @@ DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER = "data", "forward", "backward", "red
 GATE = "gate"  # before the update: the sum over all ranks of what it is judged by, and the judgement
 REST = "step"  # what is none of these
 EXCHANGE = "exchange"  # of activations or gradients with another stage of a pipeline: mostly waits for it
-STORE = "object store"  # in place of data, while what is to be read has to come from a store that does not answer
+STORE = (
+    "object store"  # in place of data, while what is to be read has to come from a store that does not answer
+)
 OWN = (DATA, FORWARD, BACKWARD, OPTIMIZER)  # what a rank does itself; the others wait for other ranks
 # Of a step in its record; the rest is "other".
 PHASES = (DATA, FORWARD, BACKWARD, REDUCE, EXCHANGE, GATE, OPTIMIZER)

@@ -1,4 +1,4 @@
-"""A folder in an object store (S3, Google Cloud Storage, ...) by an fsspec URL: whole objects in and out, nothing cached.
+"""A folder in an object store (S3, Google Cloud Storage, ...) by an fsspec URL: whole objects in and out, none cached.
 
 fsspec and the client of the store are imported only where a URL is used (the extra `store`). Credentials and endpoint
 are those of the client's own environment (AWS_ENDPOINT_URL, AWS_PROFILE, ...), never of a recipe.
@@ -23,7 +23,8 @@ LONGEST_PAUSE = 30.0  # seconds between two tries
 SAID_EVERY = 60.0  # seconds between two warnings about the same wait
 START_SECONDS = 60.0  # a start waits so long for a store; a run that trains waits for as long as it takes
 
-# What threads of this process wait for, by thread.
+# What threads of this process wait for, by thread. Also before a request has failed: a store that hangs says nothing
+# for a minute.
 _awaited: dict[int, str] = {}
 
 
@@ -37,7 +38,7 @@ def is_url(text: str) -> bool:
 
 
 def describe_wait() -> str:
-    """What this process waits for in a store, and why; "" if for nothing."""
+    """What this process waits for in a store, and why it is not there yet, if known; "" if for nothing."""
     return next(iter(list(_awaited.values())), "")
 
 
@@ -56,8 +57,9 @@ def retry(
         FileNotFoundError: At once, the store has no such object.
         OSError: At once for a full disk, otherwise the last one when it is given up.
     """
-    stop_event, thread = stopped or threading.Event(), threading.get_ident()
-    begin_time, said_time, pause = time.monotonic(), float("-inf"), 0.5
+    stop_event, thread_number = stopped or threading.Event(), threading.get_ident()
+    begin_time, said_time, pause_seconds = time.monotonic(), float("-inf"), 0.5
+    has_failed, _awaited[thread_number] = False, what
     try:
         while True:
             try:
@@ -66,16 +68,17 @@ def retry(
                 raise
             except OSError as error:
                 now = time.monotonic()
-                if is_full(error) or stop_event.is_set() or now - begin_time + pause > seconds:
+                if is_full(error) or stop_event.is_set() or now - begin_time + pause_seconds > seconds:
                     raise
-                _awaited[thread] = f"{what}: {error}"
+                has_failed, _awaited[thread_number] = True, f"{what}: {error}"
                 if now - said_time >= SAID_EVERY:
                     log.warning("waiting for %s: %s; it is tried again until it is there", what, error)
                     said_time = now
-            stop_event.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            stop_event.wait(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE)
     finally:
-        if _awaited.pop(thread, ""):
+        _awaited.pop(thread_number, "")
+        if has_failed:
             log.warning("no longer waiting for %s, after %.0f s", what, time.monotonic() - begin_time)
 
 
@@ -95,9 +98,11 @@ class ObjectStore:
             raise ConfigError(f"{url}: object stores need fsspec: pip install 'megastable[store]'") from None
         scheme = url.partition("://")[0]
         # Listings change behind our back; a local folder, unlike a bucket, needs its subfolders made.
-        options = {"auto_mkdir": True} if scheme in ("file", "local") else {"use_listings_cache": False}
+        client_options = (
+            {"auto_mkdir": True} if scheme in ("file", "local") else {"use_listings_cache": False}
+        )
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **client_options)
         except ImportError as error:
             raise ConfigError(
                 f"{url}: {error}: pip install 'megastable[store]' for s3, the client of that name for others"
@@ -109,8 +114,8 @@ class ObjectStore:
     def read_object(self, key: str) -> bytes:
         """The bytes of an object."""
         with self._errors(key):
-            content: bytes = self._files.cat_file(self._path(key))
-        return content
+            object_bytes: bytes = self._files.cat_file(self._path(key))
+        return object_bytes
 
     def write_object(self, key: str, content: bytes) -> None:
         """Write an object; in a store, unlike in a folder, it is there whole or not at all."""
@@ -136,9 +141,10 @@ class ObjectStore:
         """Keys below `prefix`, with their sizes in bytes; empty if there are none."""
         with suppress(FileNotFoundError), self._errors(prefix):
             self._files.invalidate_cache()
-            found = self._files.find(self._path(prefix), detail=True)
+            found_objects = self._files.find(self._path(prefix), detail=True)
             return {
-                path.rpartition(f"{self._root}/")[2]: int(facts["size"]) for path, facts in found.items()
+                path.rpartition(f"{self._root}/")[2]: int(facts["size"])
+                for path, facts in found_objects.items()
             }
         return {}
 
@@ -153,19 +159,19 @@ class ObjectStore:
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        where = f"{self.url}/{key}"
+        object_url = f"{self.url}/{key}"
         try:
             yield
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{where}: {error}") from None
+            raise FileNotFoundError(f"{object_url}: {error}") from None
         except PermissionError as error:
-            raise PermissionError(f"{where}: no permission: {_in_a_line(error)}") from None
+            raise PermissionError(f"{object_url}: no permission: {_in_a_line(error)}") from None
         except OSError as error:
             if is_full(error):
                 raise
-            raise StoreError(f"{where}: {_in_a_line(error)}") from error
+            raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
         except Exception as error:  # a client raises what it likes
-            raise StoreError(f"{where}: {_in_a_line(error)}") from error
+            raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
 
 
 def _in_a_line(error: Any) -> str:

@@ -51,7 +51,7 @@ def multiply_parts(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
 
 def multiply_batch(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     """`multiply_parts` as one batched product, which copies neither parts nor results."""
-    return torch.bmm(x, w.t().expand(len(x), -1, -1), out=out)  # type: ignore[arg-type]
+    return torch.bmm(x, w.t().expand(len(x), -1, -1), out=out)
 
 
 def flatten_rows(gradient: Tensor) -> Tensor:

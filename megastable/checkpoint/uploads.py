@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -74,20 +75,25 @@ class RunView:
 
 def look_at_run(run: RunDirectory) -> RunView:
     """What the run directory holds now; rank 0 calls it between two steps. Raises OSError, CheckpointError."""
-    root, contents = run.root, dict[str, bytes]()
+    run_root, small_contents = run.root, dict[str, bytes]()
     checkpoint_names = [path.name for path in store.newest_first(run.checkpoints)]
-    replaced_paths = [run.recipe, run.summary, run.checkpoints / store.LATEST, *root.glob("trackers/*.json")]
+    replaced_paths = [
+        run.recipe,
+        run.summary,
+        run.checkpoints / store.LATEST,
+        *run_root.glob("trackers/*.json"),
+    ]
     for name in checkpoint_names:
         replaced_paths += [run.checkpoints / name / marker for marker in MARKERS]
     for path in replaced_paths:
         if path.is_file():
-            contents[str(path.relative_to(root))] = path.read_bytes()
+            small_contents[str(path.relative_to(run_root))] = path.read_bytes()
     growing_paths = [path for path in (run.journal, run.skips, run.blends, run.changes) if path.exists()]
     record_paths = [*run.steps.glob("*.parquet"), *run.layers.glob("*.parquet")]
     fixed_paths = [path for path in record_paths if not path.name.startswith(".")]
     return RunView(
         {path.name: path.stat().st_size for path in growing_paths},
-        sorted(str(path.relative_to(root)) for path in fixed_paths), contents, checkpoint_names,
+        sorted(str(path.relative_to(run_root)) for path in fixed_paths), small_contents, checkpoint_names,
     )  # fmt: skip
 
 
@@ -139,19 +145,19 @@ class Uploader:
     # In its thread
 
     def _run_thread(self) -> None:
-        pause = 1.0
+        pause_seconds = 1.0
         while True:
             self._wake.wait()
             with self._lock:
                 self._wake.clear()
-                view, self._view = self._view, None
-            if view is None:
+                next_view, self._view = self._view, None
+            if next_view is None:
                 if self._closing:
                     return
                 continue
             try:
-                self._upload(view)
-                pause = 1.0
+                self._upload(next_view)
+                pause_seconds = 1.0
                 self._tell_success()
             except OutdatedError as error:
                 log.info("%s: %s", self._store.url, error)
@@ -161,93 +167,107 @@ class Uploader:
                     log.exception("an upload failed")
                 self._tell_failure(error)
                 with self._lock:
-                    self._view = self._view or view
-                self._given_up.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                    self._view = self._view or next_view
+                self._given_up.wait(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE)
             if self._given_up.is_set():
                 return
             if self._view is not None or self._closing:
                 self._wake.set()
 
     def _upload(self, view: RunView) -> None:
-        begin_time, present = time.monotonic(), self._store.list_objects(OBJECTS)
+        begin_time, present_objects = time.monotonic(), self._store.list_objects(OBJECTS)
         if not self.writes_head:
-            for name in view.checkpoints:
-                self._put_checkpoint(name, present)
+            for checkpoint_name in view.checkpoints:
+                self._put_checkpoint(checkpoint_name, present_objects)
             return
         if self._head is None:
-            found = find_image(self._store)
-            self._head = (max(find_heads(self._store), default=0), found[1] if found else None)
-            self._unused = set(present)
-        files = self._put_records(view, present)  # before what takes long: they are soon replaced
-        for name in view.checkpoints:
-            checkpoint_files = self._put_checkpoint(name, present)
-            if not checkpoint_files and name == view.checkpoints[0] and not (self._run.checkpoints / name).exists():
-                raise OutdatedError(f"{name} was deleted or set aside before it was uploaded")
+            found_image = find_image(self._store)
+            self._head = (max(find_heads(self._store), default=0), found_image[1] if found_image else None)
+            self._unused = set(present_objects)
+        image_files = self._put_records(
+            view, present_objects
+        )  # before what takes long: they are soon replaced
+        for checkpoint_name in view.checkpoints:
+            checkpoint_files = self._put_checkpoint(checkpoint_name, present_objects)
+            if (
+                not checkpoint_files
+                and checkpoint_name == view.checkpoints[0]
+                and not (self._run.checkpoints / checkpoint_name).exists()
+            ):
+                raise OutdatedError(f"{checkpoint_name} was deleted or set aside before it was uploaded")
             if not checkpoint_files:
-                files = {path: f for path, f in files.items() if not path.startswith(f"checkpoints/{name}/")}
-            files |= {f"checkpoints/{name}/{file}": stored for file, stored in checkpoint_files.items()}
-        self._await_others(files)
-        self._write_head(RunImage(time=round(time.time(), 3), files=files))
+                image_files = {
+                    path: f
+                    for path, f in image_files.items()
+                    if not path.startswith(f"checkpoints/{checkpoint_name}/")
+                }
+            image_files |= {
+                f"checkpoints/{checkpoint_name}/{file}": stored for file, stored in checkpoint_files.items()
+            }
+        self._await_others(image_files)
+        self._write_head(RunImage(time=round(time.time(), 3), files=image_files))
         self.uploaded = self.uploaded[0], self.uploaded[1] + time.monotonic() - begin_time
 
     def _put_records(self, view: RunView, present: dict[str, int]) -> Files:
-        files = dict[str, StoredFile]()
+        record_files = dict[str, StoredFile]()
         for path, size in view.grown.items():
             with (self._run.root / path).open("rb") as file:
-                content = file.read(size)
+                file_bytes = file.read(size)
             # Another process may be in the middle of a line.
-            files[path] = self._put_content(content[: content.rfind(b"\n") + 1], present)
-        for path, content in view.contents.items():
-            files[path] = self._put_content(content, present)
+            record_files[path] = self._put_content(file_bytes[: file_bytes.rfind(b"\n") + 1], present)
+        for path, file_bytes in view.contents.items():
+            record_files[path] = self._put_content(file_bytes, present)
         for path in view.fixed:
             try:
-                content = (self._run.root / path).read_bytes()
+                file_bytes = (self._run.root / path).read_bytes()
             except FileNotFoundError:
                 raise OutdatedError(f"{path} is now part of a larger file") from None
-            files[path] = self._put_content(content, present)
+            record_files[path] = self._put_content(file_bytes, present)
         for report_path in self._run.incidents.rglob("*"):  # which the supervisor writes whenever it likes
             with suppress(FileNotFoundError):
                 if report_path.is_file() and not report_path.name.startswith("."):
                     path = str(report_path.relative_to(self._run.root))
-                    files[path] = self._put_content(report_path.read_bytes(), present)
-        return files
+                    record_files[path] = self._put_content(report_path.read_bytes(), present)
+        return record_files
 
     def _put_content(self, content: bytes, present: dict[str, int]) -> StoredFile:
-        stored = StoredFile(size=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
-        if present.get(stored.key) != stored.size:
-            self._store.write_object(stored.key, content)
-            self._count(stored, present)
-        return stored
+        stored_file = StoredFile(size=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
+        if present.get(stored_file.key) != stored_file.size:
+            self._store.write_object(stored_file.key, content)
+            self._count(stored_file, present)
+        return stored_file
 
     def _put_checkpoint(self, name: str, present: dict[str, int]) -> Files:
         """Upload this host's files of a checkpoint; returns those of all hosts, none of one that has gone or is
         damaged."""
-        folder = self._run.checkpoints / name
+        checkpoint_folder = self._run.checkpoints / name
         try:
-            manifest_bytes = (folder / store.MANIFEST).read_bytes()
-            records = store.read_contents(folder).files
-            files = {file: StoredFile(size=r.size, xxh3=r.xxh3) for file, r in records.items()}
-            for file, stored in files.items():
-                if self._is_own(file) and present.get(stored.key) != stored.size:
+            manifest_bytes = (checkpoint_folder / store.MANIFEST).read_bytes()
+            file_records = store.read_contents(checkpoint_folder).files
+            stored_files = {
+                file_name: StoredFile(size=r.size, xxh3=r.xxh3) for file_name, r in file_records.items()
+            }
+            for file_name, stored_file in stored_files.items():
+                if self._is_own(file_name) and present.get(stored_file.key) != stored_file.size:
                     # What the disk has damaged since must not get the name of what it was.
-                    if hash_file(folder / file) != records[file]:
-                        raise CheckpointError(f"{folder / file}: not as the manifest says")
-                    self._store.upload_file(folder / file, stored.key)
-                    self._count(stored, present)
+                    if hash_file(checkpoint_folder / file_name) != file_records[file_name]:
+                        raise CheckpointError(f"{checkpoint_folder / file_name}: not as the manifest says")
+                    self._store.upload_file(checkpoint_folder / file_name, stored_file.key)
+                    self._count(stored_file, present)
         except (FileNotFoundError, CheckpointError) as error:
-            if folder.exists():
+            if checkpoint_folder.exists():
                 log.warning("%s is not uploaded: %s", name, error)
             return {}
         if self.writes_head:
-            files[store.MANIFEST] = self._put_content(manifest_bytes, present)
-        return files
+            stored_files[store.MANIFEST] = self._put_content(manifest_bytes, present)
+        return stored_files
 
     def _is_own(self, file: str) -> bool:
         """Whether a rank of this host has written a file of a checkpoint, or would have in another layout."""
-        match = OF_RANK.match(file)
-        owner = int(match[1]) % len(self._hosts) if match else 0
-        return self._hosts[owner] == self._hosts[self._rank]
+        name_match = OF_RANK.match(file)
+        owner_rank = int(name_match[1]) % len(self._hosts) if name_match else 0
+        return self._hosts[owner_rank] == self._hosts[self._rank]
 
     def _count(self, stored: StoredFile, present: dict[str, int]) -> None:
         present[stored.key] = stored.size
@@ -257,14 +277,18 @@ class Uploader:
         """Wait for the files of other hosts; upload those that do not come."""
         still_missing, last_progress = len(files) + 1, time.monotonic()
         while True:
-            present = self._store.list_objects(OBJECTS)
-            missing = {path: stored for path, stored in files.items() if present.get(stored.key) != stored.size}
-            if not missing:
+            present_objects = self._store.list_objects(OBJECTS)
+            missing_files = {
+                path: stored
+                for path, stored in files.items()
+                if present_objects.get(stored.key) != stored.size
+            }
+            if not missing_files:
                 return
-            if len(missing) < still_missing:
-                still_missing, last_progress = len(missing), time.monotonic()
+            if len(missing_files) < still_missing:
+                still_missing, last_progress = len(missing_files), time.monotonic()
             if len(set(self._hosts)) == 1 or time.monotonic() - last_progress > HELP_SECONDS:
-                for path, stored in missing.items():
+                for path, stored in missing_files.items():
                     try:
                         self._store.upload_file(self._run.root / path, stored.key)
                     except FileNotFoundError:
@@ -274,18 +298,21 @@ class Uploader:
 
     def _write_head(self, image: RunImage) -> None:
         assert self._head is not None
-        number, before = self._head
-        heads = find_heads(self._store)
-        if max(heads, default=0) != number:
+        own_number, image_before = self._head
+        head_numbers = find_heads(self._store)
+        if max(head_numbers, default=0) != own_number:
             raise StoreError(
-                f"{self._store.url}/{head_name(heads[-1])} is not of this process: another one uploads to the same URL"
+                f"{self._store.url}/{head_name(head_numbers[-1])} is not of this process: "
+                "another one uploads to the same URL"
             )
-        self._store.write_object(head_name(number + 1), image.to_sealed_bytes())
-        named_before = {stored.key for stored in before.files.values()} if before is not None else set()
-        self._head = number + 1, image
-        needed = {stored.key for stored in image.files.values()}
-        self._store.delete_objects([head_name(old_number) for old_number in heads])
-        self._store.delete_objects(sorted((named_before | self._unused) - needed))
+        self._store.write_object(head_name(own_number + 1), image.to_sealed_bytes())
+        named_before = (
+            {stored.key for stored in image_before.files.values()} if image_before is not None else set()
+        )
+        self._head = own_number + 1, image
+        needed_keys = {stored.key for stored in image.files.values()}
+        self._store.delete_objects([head_name(old_number) for old_number in head_numbers])
+        self._store.delete_objects(sorted((named_before | self._unused) - needed_keys))
         self._unused.clear()
 
     def _tell_failure(self, error: Exception) -> None:
@@ -318,50 +345,49 @@ def restore_checkpoints(run: RunDirectory, url: str) -> list[str]:
             raise CheckpointError(str(error)) from None
         return plan.checkpoints if plan is not None else {}
 
-    wanted, here, problems = run_on_first(read), list[str](), list[str]()
-    for name, files in wanted.items():
-        if run_on_first(lambda name=name: (run.checkpoints / name).exists()):  # type: ignore[misc]
-            here.append(name)
+    wanted_checkpoints, present_names, damage_problems = run_on_first(read), list[str](), list[str]()
+    for name, files in wanted_checkpoints.items():
+        if run_on_first((run.checkpoints / name).exists):
+            present_names.append(name)
             continue
-        incoming = run.checkpoints / f".fetching-{name}"
-        told = gather_objects(_fetch_share(url, files, incoming))
-        if unreachable := [text for text, is_damage in told if text and not is_damage]:
+        incoming_folder = run.checkpoints / f".fetching-{name}"
+        rank_problems = gather_objects(_fetch_share(url, files, incoming_folder))
+        if outage_texts := [text for text, is_damage in rank_problems if text and not is_damage]:
             raise mark_collective(
-                CheckpointError(f"{name} could not be fetched: {unreachable[0]}: start again, it goes on from there")
+                CheckpointError(
+                    f"{name} could not be fetched: {outage_texts[0]}: start again, it goes on from there"
+                )
             )
-        if damaged := [text for text, _ in told if text]:
-            problems.append(damaged[0])
-            log.warning("%s is left out: %s", name, damaged[0])
-            run_on_first(lambda incoming=incoming: shutil.rmtree(incoming, ignore_errors=True))  # type: ignore[misc]
+        if damage_texts := [text for text, _ in rank_problems if text]:
+            damage_problems.append(damage_texts[0])
+            log.warning("%s is left out: %s", name, damage_texts[0])
+            run_on_first(partial(shutil.rmtree, incoming_folder, ignore_errors=True))
             continue
-
-        def place(incoming: Path = incoming, name: str = name) -> None:
-            try:
-                durable.sync_directory(incoming)
-                incoming.rename(run.checkpoints / name)
-                durable.sync_directory(run.checkpoints)
-            except OSError as error:
-                raise CheckpointError(f"{incoming} could not be put in place: {error}") from None
-
-        run_on_first(place)
-        here.append(name)
-    if problems and not here:
-        raise mark_collective(CheckpointError(f"no checkpoint in {url} is whole: {problems[0]}"))
-    if wanted:
+        run_on_first(partial(_put_in_place, incoming_folder, run.checkpoints / name))
+        present_names.append(name)
+    if damage_problems and not present_names:
+        raise mark_collective(CheckpointError(f"no checkpoint in {url} is whole: {damage_problems[0]}"))
+    if wanted_checkpoints:
         run_on_first(lambda: (run.checkpoints / PLAN).unlink(missing_ok=True))
-    return here
+    return present_names
+
+
+def _put_in_place(incoming: Path, target: Path) -> None:
+    try:
+        durable.sync_directory(incoming)
+        incoming.rename(target)
+        durable.sync_directory(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{incoming} could not be put in place: {error}") from None
 
 
 def _fetch_share(url: str, files: Files, incoming: Path) -> tuple[str, bool]:
     """Fetch every world-th file; the problem, and whether it is in the store's content."""
     object_store, by_size = ObjectStore(url), sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
-    for file, stored in by_size[dist.get_rank() :: dist.get_world_size()]:
-        target = incoming / file
+    for file_name, stored_file in by_size[dist.get_rank() :: dist.get_world_size()]:
+        fetch = partial(fetch_file, object_store, stored_file, incoming / file_name, file_name)
         try:
-            retry(
-                lambda stored=stored, target=target, file=file: fetch_file(object_store, stored, target, file),  # type: ignore[misc]
-                f"{url}/{stored.key}", FETCH_SECONDS,
-            )  # fmt: skip
+            retry(fetch, f"{url}/{stored_file.key}", FETCH_SECONDS)
         except (DataError, FileNotFoundError) as error:
             return str(error), True
         except OSError as error:

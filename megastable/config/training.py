@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megastable.config.warmups import BatchWarmup, SequenceWarmup
@@ -98,8 +106,8 @@ class ParallelConfig(Section):
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
-    `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank of
-    the sequence.
+    `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
+    of the sequence.
     """
 
     tensor: PositiveInt = 1

@@ -131,7 +131,9 @@ class CorpusConfig(Section):
     @classmethod
     def _is_local(cls, path: Path) -> Path:
         if (scheme := path.parts[0] if path.parts else "").endswith(":") and len(scheme) > 2:
-            raise ValueError(f"{scheme}// is a URL: give it as url, and as path a local folder for its shards")
+            raise ValueError(
+                f"{scheme}// is a URL: give it as url, and as path a local folder for its shards"
+            )
         return path
 
     @model_validator(mode="after")

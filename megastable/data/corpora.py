@@ -405,9 +405,9 @@ def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
         shard_bytes = sum(info.bin_bytes + info.idx_bytes for info in infos)
         if shard_bytes > limit:
             warning_texts.append(
-                f"{stream.directory} may hold {limit / 2**30:.3g} of {shard_bytes / 2**30:.3g} GiB: samples are drawn from "
-                f"all shards, so about {100 * (1 - limit / shard_bytes):.0f} % of them are fetched again with a whole "
-                "shard each: a cache_gib that holds all of them is much faster"
+                f"{stream.directory} may hold {limit / 2**30:.3g} of {shard_bytes / 2**30:.3g} GiB: samples are drawn "
+                f"from all shards, so {100 * (1 - limit / shard_bytes):.0f} % of them need a whole one fetched again: "
+                "a cache_gib that holds all is much faster"
             )
     total_weight = sum(share.weight for share in corpora.shares)
     quota_by_name = dict(zip((corpus.name for corpus in order.corpora), order.quotas, strict=True))

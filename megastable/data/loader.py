@@ -193,7 +193,9 @@ class Loader:
         """This rank's positions of every step from a cursor on."""
         while True:
             positions, cursor = skips.next_kept(cursor, self.batches.value_at(cursor))
-            yield positions.reshape(-1, self.part.data_size, self.part.micro_batch)[:, self.part.data_rank].ravel()
+            yield positions.reshape(-1, self.part.data_size, self.part.micro_batch)[
+                :, self.part.data_rank
+            ].ravel()
 
     def _fill(self, steps: int) -> None:
         while len(self._ahead) < steps:

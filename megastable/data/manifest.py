@@ -29,8 +29,8 @@ from pydantic import (
 
 from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.data import remote_corpus
-from megastable.data.remote_corpus import RemoteCorpus
+from megastable.data import remote_shards
+from megastable.data.remote_shards import RemoteShards
 from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
 from megastable.data.shards import Shard
 
@@ -182,8 +182,9 @@ class Manifest(BaseModel):
 class Stream:
     """The tokens of one split, one after another, over all its segments.
 
-    Opening costs two `stat` calls per shard; a shard is opened on its first read, at most `OPEN_SHARDS` at a time. Those
-    of a corpus in an object store are fetched then (`remote`). Thread-safe. Raises DataError if the split is missing or a file is not the one that the manifest describes.
+    Opening costs two `stat` calls per shard; a shard is opened on its first read, at most `OPEN_SHARDS` at a time.
+    Those of a corpus in an object store are fetched then (`remote`). Thread-safe. Raises DataError if the split is
+    missing or a file is not the one that the manifest describes.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
@@ -194,8 +195,8 @@ class Stream:
                 f"{directory / FILE} has no split {split!r}: it has {', '.join(manifest.splits) or 'none'}"
             )
         self._infos = {shard.name: shard for shard in manifest.shards}
-        self.remote = RemoteCorpus.find_remote(directory)
-        self._most = OPEN_SHARDS if self.remote is None else remote_corpus.OPEN_SHARDS
+        self.remote = RemoteShards.find_remote(directory)
+        self._most = OPEN_SHARDS if self.remote is None else remote_shards.OPEN_SHARDS
         for shard_name in {segment.shard for segment in self.segments} if self.remote is None else ():
             _check_sizes(directory, self._infos[shard_name])
         # Segment i holds the tokens [edges[i], edges[i + 1]) of the stream.

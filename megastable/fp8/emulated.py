@@ -125,7 +125,8 @@ class Product:
 
     observe: called with the slot, the tensor and its quantization, while set. keeps_cast: whether the first pass that
     trains leaves its `cast` of the weight, for those after it: only while no weight changes. tp: x enters a
-    tensor-parallel region, as by `overlapped.enter_and_multiply`, but never in chunks: a scale may be that of the whole.
+    tensor-parallel region, as by `overlapped.enter_and_multiply`, but never in chunks: a scale may be that of the
+    whole.
     """
 
     def __init__(
@@ -196,7 +197,8 @@ class _Product(torch.autograd.Function):
         w, *saved_input = ctx.saved_tensors
         product: Product = ctx.product
         gathering = summing = dx = dw = None
-        if product.tp is not None and product.gathers_again and ctx.needs_input_grad[1] and not is_deferring():
+        if product.gathers_again and ctx.needs_input_grad[1] and not is_deferring():
+            assert product.tp is not None
             gathering = begin_gather(saved_input[0], product.tp)
         rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
         if ctx.needs_input_grad[0]:

@@ -238,8 +238,8 @@ class Block(nn.Module):
     @torch.no_grad()
     def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor, list[int]]:
         """q [b, q, n, d] and k [b, k, s, d] at the attention core for `stream`, and the positions of the n queries:
-        in a ring, this rank's. Computed separately from `forward`, which is unchanged. Collective over the tensor and the
-        context group."""
+        in a ring, this rank's. Computed separately from `forward`, which is unchanged. Collective over the tensor and
+        the context group."""
         x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
         # No name for the normed x: it would live on in memory while the heads are made.

@@ -3,9 +3,9 @@
     URL/heads/000000000012.json    the newest image: path, size and hash of every file
     URL/objects/XXH3-SIZE          the files' contents, by their hash: written once, never changed
 
-A head is written after all objects that it names, and seals itself by a hash, so an image is there whole or not at all. Uploads
-are checkpoint/uploads.py; this module, which needs no torch, reads. The journal only grows: of a directory and an image,
-the one whose journal continues the other's is the newer one, and two that continue neither are of two runs.
+A head is written after all objects that it names, and seals itself by a hash, so an image is there whole or not at all.
+Uploads are checkpoint/uploads.py; this module, which needs no torch, reads. The journal only grows: of a directory and
+an image, the one whose journal continues the other's is the newer one; if neither does, they are of two runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, fie
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.object_store import START_SECONDS, ObjectStore, retry
-from megastable.run.directory import RunDirectory, event_of_line
+from megastable.run.directory import RunDirectory
+from megastable.run.events.reading import event_of_line
 from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect
 
 HEADS, OBJECTS, JOURNAL, CHECKPOINTS = "heads/", "objects/", "journal.jsonl", "checkpoints"
@@ -33,6 +34,7 @@ _HEAD = re.compile(rf"{HEADS}(\d{{12}})\.json")
 _CHECKPOINT = re.compile(r"step-(?:0|[1-9][0-9]{0,17})")
 BLOCK = 1 << 22  # bytes read and hashed at a time
 DOWNLOADS = 4  # at once
+TRIES = 2  # of a file whose bytes are wrong: the network may have changed them
 
 
 class StoredFile(BaseModel):
@@ -65,31 +67,38 @@ class RunImage(BaseModel):
     @classmethod
     def _stay_inside(cls, files: Files) -> Files:
         for path in files:
-            parts = PurePosixPath(path).parts
-            if not parts or PurePosixPath(path).is_absolute() or ".." in parts or str(PurePosixPath(path)) != path:
+            path_parts = PurePosixPath(path).parts
+            if (
+                not path_parts
+                or PurePosixPath(path).is_absolute()
+                or ".." in path_parts
+                or str(PurePosixPath(path)) != path
+            ):
                 raise ValueError(f"{path!r} is not a path in a run directory")
         return files
 
     @property
     def checkpoints(self) -> dict[str, Files]:
         """The files of each checkpoint by their names, the newest first."""
-        found = dict[str, Files]()
+        found_checkpoints = dict[str, Files]()
         for path, stored_file in self.files.items():
-            parts = path.split("/")
-            if len(parts) == 3 and parts[0] == CHECKPOINTS and _CHECKPOINT.fullmatch(parts[1]):
-                found.setdefault(parts[1], {})[parts[2]] = stored_file
-        return dict(sorted(found.items(), key=lambda item: -int(item[0].removeprefix("step-"))))
+            path_parts = path.split("/")
+            if len(path_parts) == 3 and path_parts[0] == CHECKPOINTS and _CHECKPOINT.fullmatch(path_parts[1]):
+                found_checkpoints.setdefault(path_parts[1], {})[path_parts[2]] = stored_file
+        return dict(sorted(found_checkpoints.items(), key=lambda item: -int(item[0].removeprefix("step-"))))
 
     @property
     def records(self) -> Files:
         """All files but those of checkpoints."""
-        inside = {f"{CHECKPOINTS}/{name}/{file}" for name, files in self.checkpoints.items() for file in files}
-        return {path: stored_file for path, stored_file in self.files.items() if path not in inside}
+        checkpoint_paths = {
+            f"{CHECKPOINTS}/{name}/{file}" for name, files in self.checkpoints.items() for file in files
+        }
+        return {path: stored_file for path, stored_file in self.files.items() if path not in checkpoint_paths}
 
     def to_sealed_bytes(self) -> bytes:
         """Its hash in a line, then itself."""
-        content = self.model_dump_json().encode()
-        return f"{xxhash.xxh3_128_hexdigest(content)}\n".encode() + content
+        image_bytes = self.model_dump_json().encode()
+        return f"{xxhash.xxh3_128_hexdigest(image_bytes)}\n".encode() + image_bytes
 
 
 class Plan(BaseModel):
@@ -112,32 +121,31 @@ def find_heads(store: ObjectStore) -> list[int]:
 def find_image(store: ObjectStore) -> tuple[int, RunImage] | None:
     """The newest image that is whole, and its number. Raises OSError; DataError for one of another version."""
     for number in reversed(find_heads(store)):
-        seal, _, content = store.read_object(head_name(number)).partition(b"\n")
-        if seal.decode(errors="replace") != xxhash.xxh3_128_hexdigest(content):
+        seal, _, image_bytes = store.read_object(head_name(number)).partition(b"\n")
+        if seal.decode(errors="replace") != xxhash.xxh3_128_hexdigest(image_bytes):
             continue  # of a store that shows objects before they are whole
         try:
-            image = RunImage.model_validate_json(content)
+            found_image = RunImage.model_validate_json(image_bytes)
         except ValidationError as error:
             raise DataError(f"{store.url}/{head_name(number)}: of another version? {error}") from None
-        return number, image
+        return number, found_image
     return None
 
 
 def fetch_file(store: ObjectStore, stored: StoredFile, target: Path, what: str) -> None:
     """Bring a file back; on disk when this returns. Raises DataError for wrong content, OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if stored.size:
+    for _ in range(TRIES):
         store.download_file(stored.key, target)
-    else:
-        target.write_bytes(b"")  # some clients ask for ranges of bytes, of which an empty object has none
-    digest = xxhash.xxh3_128()
-    with target.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-        os.fsync(file.fileno())
-    if (target.stat().st_size, digest.hexdigest()) != (stored.size, stored.xxh3):
+        digest = xxhash.xxh3_128()
+        with target.open("rb") as file:
+            while file_block := file.read(BLOCK):
+                digest.update(file_block)
+            os.fsync(file.fileno())
+        if (target.stat().st_size, digest.hexdigest()) == (stored.size, stored.xxh3):
+            return
         target.unlink()
-        raise DataError(f"{store.url}/{stored.key}, {what}: damaged: it is not what was uploaded")
+    raise DataError(f"{store.url}/{stored.key}, {what}: damaged: it is not what was uploaded")
 
 
 def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> None:
@@ -151,10 +159,10 @@ def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> Non
     store, run = ObjectStore(url), RunDirectory(run_root)
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = durable.lock_file(run_root / ".lock")
-        if lock is None:
+        run_lock = durable.lock_file(run_root / ".lock")
+        if run_lock is None:
             return  # somebody trains here: the caller finds out, too
-        with lock:
+        with run_lock:
             _restore(run, store, say)
     except FileNotFoundError as error:
         raise ConfigError(f"checkpoint.upload={url}: an object of its image is gone: {error}") from None
@@ -165,56 +173,71 @@ def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> Non
 
 
 def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) -> None:
-    journal = run.journal.read_bytes() if run.journal.exists() else b""
+    local_journal = run.journal.read_bytes() if run.journal.exists() else b""
     try:
-        found = retry(lambda: find_image(store), store.url, START_SECONDS)
+        found_image = retry(lambda: find_image(store), store.url, START_SECONDS)
         # A wrong bucket or a missing permission is found now, not at the first checkpoint.
         retry(lambda: store.write_object("run.txt", f"{run.root}\n".encode()), store.url, START_SECONDS)
     except OSError as error:
-        if not journal:
+        if not local_journal:
             raise ConfigError(
                 f"checkpoint.upload={store.url} cannot be used, so whether the run is there cannot be said: {error}"
             ) from None
-        say(f"WARNING: checkpoint.upload={store.url} cannot be used now: {error}; the run goes on from {run.root}")
+        say(
+            f"WARNING: checkpoint.upload={store.url} cannot be used now: {error}; the run goes on from {run.root}"
+        )
         return
-    if found is None or JOURNAL not in found[1].files:
+    if found_image is None or JOURNAL not in found_image[1].files:
         return
-    number, image = found
-    stored_journal = image.files[JOURNAL]
-    if xxhash.xxh3_128_hexdigest(journal[: stored_journal.size]) == stored_journal.xxh3:
-        _plan_missing(run, image, journal[stored_journal.size :], say)
+    image_number, stored_image = found_image
+    stored_journal = stored_image.files[JOURNAL]
+    if xxhash.xxh3_128_hexdigest(local_journal[: stored_journal.size]) == stored_journal.xxh3:
+        _plan_missing(run, stored_image, local_journal[stored_journal.size :], say)
         return
-    staging = run.root / ".restoring"
-    shutil.rmtree(staging, ignore_errors=True)
-    fetch_file(store, stored_journal, staging / JOURNAL, JOURNAL)
-    if not (staging / JOURNAL).read_bytes().startswith(journal):
+    staging_folder = run.root / ".restoring"
+    shutil.rmtree(staging_folder, ignore_errors=True)
+    fetch_file(store, stored_journal, staging_folder / JOURNAL, JOURNAL)
+    if not (staging_folder / JOURNAL).read_bytes().startswith(local_journal):
         raise ConfigError(
             f"checkpoint.upload={store.url} holds another run than run.dir={run.root}, or one that has gone on from it "
             "elsewhere: give each run a URL of its own, or remove the one that is not wanted"
         )
-    age = time.time() - image.time
-    say(f"{run.root} is brought back from {store.url}, as it was {age / 60:.0f} minutes ago (image {number})")
-    records = {path: stored for path, stored in image.records.items() if path != JOURNAL}
+    image_age = time.time() - stored_image.time
+    say(
+        f"{run.root} is brought back from {store.url}, as it was {image_age / 60:.0f} minutes ago "
+        f"(image {image_number})"
+    )
+    record_files = {path: stored for path, stored in stored_image.records.items() if path != JOURNAL}
     with ThreadPoolExecutor(DOWNLOADS) as pool:
-        list(pool.map(lambda item: fetch_file(store, item[1], staging / item[0], item[0]), records.items()))
-    _check_older(run, image)
-    for path in records:
+        list(
+            pool.map(
+                lambda item: fetch_file(store, item[1], staging_folder / item[0], item[0]),
+                record_files.items(),
+            )
+        )
+    _check_older(run, stored_image)
+    for path in record_files:
         (run.root / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / path, run.root / path)
+        os.replace(staging_folder / path, run.root / path)
         durable.sync_directory((run.root / path).parent)
-    _write_plan(run, image.checkpoints)
+    _write_plan(run, stored_image.checkpoints)
     # Last: a directory with this journal has all the rest.
-    os.replace(staging / JOURNAL, run.journal)
+    os.replace(staging_folder / JOURNAL, run.journal)
     durable.sync_directory(run.root)
-    shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(staging_folder, ignore_errors=True)
 
 
 def _check_older(run: RunDirectory, image: RunImage) -> None:
     """Raise a ConfigError if a ledger here has lines that the image lacks: a person may have written them."""
     for ledger in (run.skips, run.blends, run.changes):
-        here, stored = ledger.read_bytes() if ledger.exists() else b"", image.files.get(ledger.name)
-        fetched = (run.root / ".restoring" / ledger.name).read_bytes() if stored is not None else b""
-        if not fetched.startswith(here):
+        local_bytes, stored_file = (
+            ledger.read_bytes() if ledger.exists() else b"",
+            image.files.get(ledger.name),
+        )
+        fetched_bytes = (
+            (run.root / ".restoring" / ledger.name).read_bytes() if stored_file is not None else b""
+        )
+        if not fetched_bytes.startswith(local_bytes):
             raise ConfigError(
                 f"{ledger} has lines that the newer run in the object store does not: move it away, and add them again "
                 "once the run is back"
@@ -225,25 +248,32 @@ def _plan_missing(run: RunDirectory, image: RunImage, tail: bytes, say: Callable
     """Plan to fetch the image's checkpoints, but those that the journal has left since, if there are none here."""
     if any(_CHECKPOINT.fullmatch(path.name) for path in run.checkpoints.iterdir()):
         return
-    events = map(event_of_line, tail.splitlines())
-    left = {event.get("name") for event in events if isinstance(event, CheckpointSuspect | CheckpointRejected)}
-    missing = {name: files for name, files in image.checkpoints.items() if name not in left}
-    if missing:
-        say(f"{run.checkpoints} has no checkpoint: {', '.join(missing)} are brought back from the object store")
-        _write_plan(run, missing)
+    later_events = map(event_of_line, tail.splitlines())
+    left_names = {
+        event.get("name")
+        for event in later_events
+        if isinstance(event, CheckpointSuspect | CheckpointRejected)
+    }
+    missing_checkpoints = {name: files for name, files in image.checkpoints.items() if name not in left_names}
+    if missing_checkpoints:
+        say(
+            f"{run.checkpoints} has no checkpoint: {', '.join(missing_checkpoints)} are brought back from the object "
+            "store"
+        )
+        _write_plan(run, missing_checkpoints)
 
 
 def _write_plan(run: RunDirectory, checkpoints: Mapping[str, Files]) -> None:
-    plan = Plan(checkpoints=dict(checkpoints))
-    durable.write_file(run.checkpoints / PLAN, plan.model_dump_json().encode())
+    written_plan = Plan(checkpoints=dict(checkpoints))
+    durable.write_file(run.checkpoints / PLAN, written_plan.model_dump_json().encode())
 
 
 def read_plan(run: RunDirectory) -> Plan | None:
     """What is still to be fetched. Raises DataError."""
-    path = run.checkpoints / PLAN
+    plan_path = run.checkpoints / PLAN
     try:
-        return Plan.model_validate_json(path.read_bytes())
+        return Plan.model_validate_json(plan_path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise DataError(f"{path}: {error}: delete {run.root}, it is brought back again") from None
+        raise DataError(f"{plan_path}: {error}: delete {run.root}, it is brought back again") from None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megastable.base.activity import EXCHANGE
+from megastable.base.activity import EXCHANGE, STORE
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.rank_ipc import Progress
 
@@ -112,6 +112,12 @@ class RankView:
     @property
     def mute(self) -> bool:
         return self.closed or self.silent >= SILENT
+
+
+def find_waiting_for_store(ranks: Mapping[int, RankView]) -> int | None:
+    """The first rank that waits for data from an object store, and says so still; the others wait for it."""
+    waiting_ranks = [rank for rank, view in ranks.items() if view.activity == STORE and not view.mute]
+    return min(waiting_ranks, default=None)
 
 
 def find_suspects(ranks: Mapping[int, RankView]) -> Suspects:

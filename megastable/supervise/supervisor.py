@@ -17,7 +17,6 @@ from math import inf
 from types import FrameType
 
 from megastable.base import activity, errors
-from megastable.base.activity import STORE
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.base.process import SAME, STOPS, release_stops
 from megastable.cluster.fleet import Attempt, Fleet, KernelView
@@ -35,7 +34,13 @@ from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.supervise import side_process
 from megastable.supervise.exit_cause import AttemptEvidence, End, find_exit_cause, find_first_silent
 from megastable.supervise.gathering import Gathering, RunExit
-from megastable.supervise.hangs import HangDetector, RankView, Suspects, find_suspects
+from megastable.supervise.hangs import (
+    HangDetector,
+    RankView,
+    Suspects,
+    find_suspects,
+    find_waiting_for_store,
+)
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.machine_recorder import MachineRecorder
 from megastable.supervise.process_incidents import ProcessIncidents, find_bad_data, find_failed_samples
@@ -316,12 +321,11 @@ class Supervisor:
         )
 
     def _storage_stalls(self) -> bool:
-        """Whether the run directory, or the store of the data, does not answer: then nobody hangs, all wait for it, and the clock begins again."""
-        waiting_ranks = [
-            rank for rank, view in self._views({}).items() if view.activity == STORE and not view.mute
-        ]
-        if waiting_ranks:
-            self.say(f"WARNING: rank {waiting_ranks[0]} waits for data from an object store, and all wait for it")
+        """Whether the run directory, or the store of the data, does not answer: then nobody hangs, all wait for it, and
+        the clock begins again."""
+        waiting_rank = find_waiting_for_store(self._views({}))
+        if waiting_rank is not None:
+            self.say(f"WARNING: rank {waiting_rank} waits for data from an object store, and all wait for it")
             self.hangs.reset_wait()
             return True
         seconds = self.storage.stalled_seconds()

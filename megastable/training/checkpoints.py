@@ -477,7 +477,9 @@ class Checkpoints:
         try:
             self.uploader.offer_view(look_at_run(self.run))
         except (OSError, CheckpointError) as error:  # the next checkpoint brings another one
-            self.log.emit_event(Warned(step=step, text=f"not uploaded: {error}"), say=f"WARNING: not uploaded: {error}")
+            self.log.emit_event(
+                Warned(step=step, text=f"not uploaded: {error}"), say=f"WARNING: not uploaded: {error}"
+            )
 
     def finish_uploads(self) -> None:
         """At the end of the run: wait until the store has all of it, if it comes to that."""
@@ -486,10 +488,12 @@ class Checkpoints:
         self.phase("upload")
         self._offer_view(self.last)
         finished = self.uploader is None or self.uploader.finish(LAST_SECONDS)
+        for note in self.uploader.take_notes() if self.uploader is not None else ():
+            self.log.say_line(f"WARNING: {note}")
         if not all(gather_objects(finished)):
             self.log.say_line(
-                f"WARNING: {self.config.upload} does not have the end of this run: {LAST_SECONDS:.0f} s were not enough; "
-                f"{self.run.resuming} uploads it"
+                f"WARNING: {self.config.upload} does not have the end of this run: {LAST_SECONDS:.0f} s were not "
+                f"enough; {self.run.resuming} uploads it"
             )
 
     def hear_ballot(self, sums: Sequence[float]) -> None:

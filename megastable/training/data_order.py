@@ -193,7 +193,9 @@ class DataOrder:
             self.log.emit_event(Warned(step=step, text=text), say=f"WARNING: {text}")
 
 
-STORE_SECONDS = 1.0  # a wait for data that takes longer may be one for an object store, which is a phase of its own
+STORE_SECONDS = (
+    1.0  # a wait for data that takes longer may be one for an object store, which is a phase of its own
+)
 
 
 class Feed:

@@ -256,8 +256,9 @@ class Start:
         """Whether nothing is left to train. Collective."""
         return self.state.step >= self.config.train.steps and run_on_first(self.run.summary.exists)
 
-    def tell_complete(self) -> None:
-        """Say that nothing is left to do, also to the journal, in which this process has resumed the run."""
+    def end_complete(self) -> None:
+        """Say that nothing is left to do, also to the journal, in which this process has resumed the run; then end what
+        was begun."""
         done, wanted_steps = self.state.step, self.config.train.steps
         asked = f"; train.steps={wanted_steps} asks for fewer" if wanted_steps < done else ""
         val_loss = run_on_first(lambda: read_object(self.run.summary)).get("val_loss")
@@ -266,6 +267,9 @@ class Start:
             say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "
             "train.steps; from scratch: another run.dir)",
         )
+        if self.memory is not None:
+            self.memory.close(remove=True)
+        self.checkpoints.finish_uploads()
 
     @property
     def suspects(self) -> list[str]:

@@ -91,11 +91,12 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     root, theirs = run_on_first(make)
     run_on_all(see)
     run = config.run.model_copy(update={"dir": root})
+    _fetch_checkpoints(config, RunDirectory(root))
     # Rank 0 keeps the object that holds the lock.
     return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
 
 
-def restore_run(config: RunConfig, supervised: bool) -> None:
+def _restore_run(config: RunConfig, supervised: bool) -> None:
     """Bring back the records of a run whose directory is gone, from where `checkpoint.upload` says; the supervisor has
     done it before its first attempt. Collective. Raises ConfigError."""
     url, root = config.checkpoint.upload, config.run.dir
@@ -103,7 +104,7 @@ def restore_run(config: RunConfig, supervised: bool) -> None:
         run_on_first(lambda: restore_records(root, url, partial(print, flush=True)))
 
 
-def fetch_checkpoints(config: RunConfig, run: RunDirectory) -> None:
+def _fetch_checkpoints(config: RunConfig, run: RunDirectory) -> None:
     """Fetch the checkpoints that a run which was brought back lacks. Collective. Raises CheckpointError."""
     plan_path = run.checkpoints / PLAN
     if config.checkpoint.upload is not None:
@@ -116,9 +117,11 @@ def fetch_checkpoints(config: RunConfig, run: RunDirectory) -> None:
         )
 
 
-def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
+def open_data(config: RunConfig, supervised: bool = False) -> tuple[RunConfig, Corpora]:
     """Open the corpora, and add their vocabulary to the configuration. All hosts must see the same of both: one rank of
-    each reads the manifests, the others take those of rank 0."""
+    each reads the manifests, the others take those of rank 0. A run whose directory is gone is brought back before, as
+    its order of the data is in there."""
+    _restore_run(config, supervised)
     data_config, sequence_length = config.data, config.model.sequence_length
 
     def open_known(blends: list[Line], known: Manifests) -> Corpora:

@@ -86,7 +86,7 @@ def load_both(config: RunConfig, checkpoint: Path, room: bool = True, piece: int
     together = engine.optimizer_state()
     differing = [name for name in alone if not torch.equal(alone[name], together[name])]
     return {
-        "differing": differing + [*(alone.keys() ^ together.keys())],
+        "differing": [*differing, *(alone.keys() ^ together.keys())],
         "opens": dict(opens),
         "held": held.own is not None,
     }

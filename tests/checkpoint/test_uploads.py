@@ -1,7 +1,8 @@
-"""Uploads of a run directory: the store holds what a crash at that moment would leave, or the image before; never a part."""
+"""Uploads of a run directory: the store holds what a crash at that moment would leave, or the image before it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def read_image(url: str) -> dict[str, bytes]:
     object_store = ObjectStore(url)
     found = find_image(object_store)
     assert found is not None
-    return {path: object_store.read_object(f.key) if f.size else b"" for path, f in found[1].files.items()}
+    return {path: object_store.read_object(f.key) for path, f in found[1].files.items()}
 
 
 def fetch_all(run: Path, url: str) -> list[str]:
@@ -115,7 +116,9 @@ def test_an_image_is_the_directory_and_brings_it_back(tmp_path: Path) -> None:
     assert bring_back(run.root, url) == []  # it is here
 
 
-def test_only_what_is_new_is_uploaded_and_what_is_old_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_new_is_uploaded_and_what_is_old_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
     uploaded, real = list[str](), ObjectStore.upload_file
@@ -154,7 +157,11 @@ def test_hosts_share_the_files_and_rank_0_fills_gaps(tmp_path: Path, monkeypatch
     one, other = Uploader(url, run, HOSTS, 0), Uploader(url, run, HOSTS, 2)
     other._upload(look_at_run(run))
     names = store.read_contents(run.checkpoints / "step-10").files
-    theirs = {StoredFile(size=r.size, xxh3=r.xxh3).key for n, r in names.items() if n[:10] in ("rank-00002", "rank-00003")}
+    theirs = {
+        StoredFile(size=r.size, xxh3=r.xxh3).key
+        for n, r in names.items()
+        if n[:10] in ("rank-00002", "rank-00003")
+    }
     assert set(ObjectStore(url).list_objects(OBJECTS)) == theirs and find_image(ObjectStore(url)) is None
     one._upload(look_at_run(run))
     assert read_image(url) == contents_of(run)
@@ -212,7 +219,9 @@ def test_what_has_gone_asks_for_a_newer_view(tmp_path: Path) -> None:
     assert not [path for path in image[1].files if "step-30" in path]
 
 
-def test_a_store_that_fails_is_tried_again_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_tried_again_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
     failures, real = iter(range(2)), ObjectStore.write_object
@@ -307,7 +316,9 @@ def test_damaged_objects_are_left_out(tmp_path: Path) -> None:
     assert found is not None and found[0] == number
 
 
-def test_nothing_begins_anew_while_the_store_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_begins_anew_while_the_store_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
     upload(run, url)
@@ -322,6 +333,43 @@ def test_nothing_begins_anew_while_the_store_cannot_be_asked(tmp_path: Path, mon
     assert "no route to host" in said[0]
     with pytest.raises(ConfigError, match="cannot be said"):
         run_image.restore_records(tmp_path / "gone", url, said.append)
+
+
+def test_a_killed_restore_is_begun_again_until_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    (run.layers / "0000.parquet").write_bytes(b"rows of layers")
+    write_checkpoint(run, 10)
+    upload(run, url)
+    wanted, real, moves = contents_of(run), os.replace, [0]
+
+    def move(source: object, target: object) -> None:
+        if moves[0] == 0:
+            raise KeyboardInterrupt  # as good as a kill: nothing handles it
+        moves[0] -= 1
+        real(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", move)
+    kills = 0
+    while True:
+        shutil.rmtree(run.root)
+        moves[0] = kills
+        try:
+            run_image.restore_records(run.root, url, print)
+        except KeyboardInterrupt:
+            kills += 1
+        else:
+            break
+        # No journal without all the rest: the next start begins again.
+        assert not run.journal.exists() or (run.checkpoints / PLAN).exists()
+        moves[0] = 10**9
+        run_image.restore_records(run.root, url, print)
+        assert {path: (run.root / path).read_bytes() for path in wanted if "checkpoints" not in path} == {
+            path: content for path, content in wanted.items() if "checkpoints" not in path
+        }
+        assert read_plan(run) is not None
+    assert kills == 5  # three records, the plan, the journal
 
 
 @settings(max_examples=12, deadline=None)
@@ -367,7 +415,9 @@ def test_any_kill_leaves_a_whole_image(data: st.DataObject) -> None:
             here = store.newest_first(run.checkpoints)
             if action == "save" or not here:
                 step += 10
-                write_checkpoint(run, step, content=str(len(views)))  # the same step again has another content
+                write_checkpoint(
+                    run, step, content=str(len(views))
+                )  # the same step again has another content
             elif action == "rewind":
                 here[0].rename(here[0].with_name(f"suspect{len(views)}-{here[0].name}"))
                 step -= 10

@@ -34,6 +34,8 @@ def holders(key: Key) -> list[Key]:
 
 # Keys that need another one beside them.
 SIBLINGS = {
+    "checkpoint.upload": ["run.dir=runs/mine"],
+    "data.corpora.0.cache_gib": ["data.corpora.0.path=mine", "data.corpora.0.url=s3://bucket/mine"],
     "model.full_attention_every": ["model.window=4096"],
     "model.rope_scaling.attention_factor": ["model.rope_scaling.kind=yarn"],
     "optimizer.momentum": ["optimizer.name=muon"],

@@ -73,7 +73,7 @@ def test_load_names_a_bad_override_with_its_key(assignment: str, words: tuple[st
         ("layers", "did you mean model.layers?"),
         ("train.lr", "did you mean optimizer.lr?"),
         ("optimizer.interval", "did you mean optimizer.spam.interval or optimizer.stable_spam.interval or"),
-        ("data.corpora.0.zzz", "known here: path, weight"),
+        ("data.corpora.0.zzz", "known here: path, url, cache_gib, weight"),
         ("zzz", "known here: run, model, data,"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Corpora in an object store: what is read is what the manifest describes, whatever is fetched, removed or killed when."""
+"""Corpora in an object store: what is read is what the manifest describes, whatever is fetched or killed when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megastable.config.tree import CorpusConfig, DataConfig
 from megastable.data.corpora import find_warnings, open_corpora
 from megastable.data.loader import Loader, RankPart
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.remote_corpus import FETCHING, LOCKS, RemoteCorpus, open_remote
+from megastable.data.remote_corpus import open_remote
+from megastable.data.remote_shards import FETCHING, LOCKS, RemoteShards
 from megastable.data.shard_format import hash_file
 from megastable.data.skips import Skips
 from tests.data.conftest import MakeCorpus
@@ -78,7 +79,9 @@ def test_memory_stores_work_by_the_same_code(original: Path, tmp_path: Path) -> 
     folder = tmp_path / "here"
     open_remote(folder, "memory://bucket/c", None)
     stream = Stream(folder, Manifest.load_manifest(folder), "train")
-    assert np.array_equal(stream.read_tokens(0, 99), Stream(original, stream.manifest, "train").read_tokens(0, 99))
+    assert np.array_equal(
+        stream.read_tokens(0, 99), Stream(original, stream.manifest, "train").read_tokens(0, 99)
+    )
     store = ObjectStore("memory://bucket/c")
     assert set(store.list_objects("part-0")) <= {"part-0.bin", "part-0.idx"}
     assert store.list_objects("")["tokenizer.model"] == 11
@@ -97,7 +100,11 @@ def test_wrong_objects_are_refused_by_name(original: Path, tmp_path: Path) -> No
     (original / "part-1.bin").write_bytes(content)
     (original / "part-2.bin").write_bytes((original / "part-2.bin").read_bytes()[:-2])
     (original / "part-3.idx").unlink()
-    for name, words in (("part-1", "part-1.bin is not"), ("part-2", "part-2.bin is not"), ("part-3", "part-3.idx")):
+    for name, words in (
+        ("part-1", "part-1.bin is not"),
+        ("part-2", "part-2.bin is not"),
+        ("part-3", "part-3.idx"),
+    ):
         with pytest.raises(DataError, match=words):
             stream.open_shard(name)
     assert not list(folder.glob("*.bin")) and not list((folder / FETCHING).iterdir())
@@ -201,7 +208,7 @@ def test_any_order_of_reads_gives_the_same_tokens_within_the_limit(data: st.Data
         sizes = {info.name: info.bin_bytes + info.idx_bytes for info in make.shards}
         limit = data.draw(st.integers(max(sizes.values()), sum(sizes.values())))
         open_remote(root / "here", f"file://{root / 'store'}", limit)
-        local, remote = Stream(root / "store", make, "train"), RemoteCorpus.find_remote(root / "here")
+        local, remote = Stream(root / "store", make, "train"), RemoteShards.find_remote(root / "here")
         assert remote is not None
         stream, held = Stream(root / "here", make, "train"), dict[str, object]()
         names = st.sampled_from(sorted(sizes))
@@ -320,7 +327,9 @@ def test_an_outage_is_waited_for_and_said(
     deadline = time.monotonic() + 30
     while not object_store.describe_wait() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "part-0.bin" in object_store.describe_wait() and "connection refused" in object_store.describe_wait()
+    assert (
+        "part-0.bin" in object_store.describe_wait() and "connection refused" in object_store.describe_wait()
+    )
     assert not found
     down.clear()
     reader.join(60)

@@ -19,6 +19,7 @@ from megastable.supervise.hangs import (
     build_wait_graph,
     find_awaited_ranks,
     find_suspects,
+    find_waiting_for_store,
 )
 
 CONFIG = SuperviseConfig(hang_factor=10, hang_floor=5, hang_unknown=100)
@@ -198,3 +199,11 @@ def test_culprits_are_the_rank_that_stands_still(
 def test_culprits_are_nobody_if_all_are_in_the_same_collective() -> None:
     assert find_awaited_ranks({0: {"world": 5}, 1: {"world": 5}}) == []
     assert find_awaited_ranks({}) == []
+
+
+def test_a_wait_for_an_object_store_is_known_while_its_rank_says_so() -> None:
+    waiting, others = RankView("a", activity="object store"), RankView("b", activity="reduce")
+    assert find_waiting_for_store({0: others, 1: waiting, 2: waiting}) == 1
+    assert find_waiting_for_store({0: others}) is None
+    assert find_waiting_for_store({0: RankView("a", activity="object store", silent=60.0)}) is None
+    assert find_waiting_for_store({0: RankView("a", activity="object store", closed=True)}) is None

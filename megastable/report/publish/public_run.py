@@ -41,9 +41,10 @@ BLENDED = ("blend_changed", "mix_changed")  # events whose `old` and `new` have 
 # Keys of the recipe that hold names, addresses, paths or programs. Any other text that is not megastable's own is left
 # out as well.
 NOT_OF_RECIPE = {
-    "run.dir", "run.name", "deepspeed", "data.validation", "checkpoint.staging", "checkpoint.upload", "stability.snapshots.copies.folder",
-    "eval.command", "eval.scratch", "logging.project", "logging.tracker_command", "supervise.command",
-    "supervise.webhook", "supervise.interface", "supervise.metrics_address", "supervise.metrics_port",
+    "run.dir", "run.name", "deepspeed", "data.validation", "checkpoint.staging", "checkpoint.upload",
+    "stability.snapshots.copies.folder", "eval.command", "eval.scratch", "logging.project",
+    "logging.tracker_command", "supervise.command", "supervise.webhook", "supervise.interface",
+    "supervise.metrics_address", "supervise.metrics_port",
 }  # fmt: skip
 CURRENCY = re.compile(r"[A-Z]{3}|[€$£¥]")
 

@@ -163,6 +163,8 @@ class Redactor:
         public_corpora = list[Any]()
         for corpus in value if isinstance(value, list) else []:
             public_corpus = self.redact_tree(corpus)
+            if isinstance(public_corpus, dict):
+                public_corpus.pop("url", None)  # the name says which corpus it is
             for key in ("name", "path"):
                 if isinstance(corpus, Mapping) and key in corpus:
                     public_corpus[key] = self.names.name_publicly("corpus", str(corpus[key]))

@@ -67,7 +67,7 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
         parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-2]]
-        return cls(*parallel_keys, config.train.micro_batch, config.precision.fp8)
+        return cls._make([*parallel_keys, config.train.micro_batch, config.precision.fp8])
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,8 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    if apply_choice(config, Choice(*layout_axes, "full", False, "1f1b", 1, 1, None)) is not None:
+                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, None)
+                    if apply_choice(config, least_choice) is not None:
                         yield layout_axes, micro_batches
 
 

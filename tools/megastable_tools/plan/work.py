@@ -98,7 +98,8 @@ def list_block_work(
         if is_column:
             # A weight gradient that comes later leaves both messages alone.
             is_beside = p.tensor > 1 and p.schedule == "1f1b"
-            yield replace(product, when=BACKWARD, beside="all-gather" if p.gathers_again and is_beside else "")
+            gathered = "all-gather" if p.gathers_again and is_beside else ""
+            yield replace(product, when=BACKWARD, beside=gathered)
             summed = "" if not is_beside else back if p.sequence else "all-reduce"
             yield replace(product, when=BACKWARD, beside=summed)
         else:

@@ -1,0 +1,210 @@
+"""A real run from a real S3 server: shards from there, checkpoints to there, killed in the middle of an upload, its
+local disk wiped, started again; the same bytes as a run without any of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from megastable.base.object_store import ObjectStore
+from megastable.checkpoint import store
+from megastable.data.manifest import Manifest, TokenizerInfo, adopt_shards
+from megastable.data.shard_format import ShardWriter, hash_file
+from megastable.data.skip_ledger import SkipEntry, append_entry
+from megastable.run import records
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.run_image import OBJECTS, find_image
+from tests.conftest import VOCABULARY, tiny
+from tests.distributed import run_ranks, train
+from tests.patience import PATIENCE, until
+from tests.training.test_resume import identical
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, INTERVAL, SHARDS = 24, 6, 24
+HERE = 30_000  # bytes of shards that may be here: of about 24 x 3.6 KB, of which two ranks have 16 open
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """moto's S3 server in a process of its own, with a bucket."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (tmp_path / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+        )
+    for name, text in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, text)
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)
+    import fsspec
+
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def write_shards(folder: Path) -> Manifest:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(SHARDS):
+        with ShardWriter(folder / f"part-{number}", VOCABULARY) as writer:
+            while writer.tokens < 1_600:
+                steps = random.integers(-3, 4, random.integers(5, 200))
+                writer.add_document(np.append((random.integers(1, 99) + steps.cumsum()) % 98 + 1, 0))
+    (folder / "tokenizer.model").write_bytes(b"a tokenizer")
+    xxh3 = hash_file(folder / "tokenizer.model")
+    tokenizer = TokenizerInfo(
+        file="tokenizer.model", kind="sentencepiece", xxh3=xxh3, vocab_size=VOCABULARY, eod=0
+    )
+    manifest = adopt_shards(folder, tokenizer, 0.05)
+    manifest.save_manifest(folder)
+    return manifest
+
+
+def put_folder(folder: Path, url: str) -> None:
+    object_store = ObjectStore(url)
+    for path in folder.iterdir():
+        object_store.upload_file(path, path.name)
+
+
+def parts_of(**more: Any) -> dict[str, Any]:
+    return {
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0},
+        "checkpoint": {"interval": INTERVAL, "keep": 2, "healthy_after": 4, **more},
+        "logging": {
+            "trackers": [],
+            "interval": 1000,
+            "norms_interval": 5,
+            "peak_tflops": 1.0,
+            "flush_steps": 3,
+        },
+    }
+
+
+def skip_samples(run: Path) -> None:
+    """What a person has put on the ledger: it lives in the run directory alone."""
+    run.mkdir(parents=True)
+    append_entry(RunDirectory(run).skips, SkipEntry(first=60, end=75, reason="bad"))
+    append_entry(RunDirectory(run).skips, SkipEntry(first=130, end=150, reason="bad"))
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for a process and all that it has started, at once."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.send_signal(signal.SIGSTOP)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_is_wiped_goes_on_from_the_store_with_the_same_bytes(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    local = tmp_path / "corpus"
+    write_shards(local)
+    put_folder(local, "s3://bucket/corpus")
+    plain, wiped, cache, url = (
+        tmp_path / "plain",
+        tmp_path / "wiped",
+        tmp_path / "cache",
+        "s3://bucket/runs/one",
+    )
+    skip_samples(plain)
+    run_ranks(2, train, tiny(local, plain, **parts_of()))
+
+    config = tiny(cache, wiped, **parts_of(upload=url)).model_dump(mode="json")
+    remote = {"path": str(cache), "url": "s3://bucket/corpus", "cache_gib": HERE / 2**30}
+    config["data"]["corpora"] = [remote]
+    config["supervise"] |= {"hang_floor": 4.0, "backoff_seconds": 1.0}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config))
+    words = [sys.executable, "-m", "megastable", "supervise", str(recipe), "--", "--num_gpus", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    skip_samples(wiped)
+    object_store = ObjectStore(url)
+
+    def start(log: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / log).open("wb") as output:
+            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    def image_steps() -> list[str]:
+        found = find_image(object_store)
+        return list(found[1].checkpoints) if found else []
+
+    def in_the_middle() -> bool:
+        assert process.poll() is None, (tmp_path / "first.log").read_text()
+        image = find_image(object_store)
+        if image is None or f"step-{INTERVAL}" not in image[1].checkpoints:
+            return False
+        named, second = {f.key for f in image[1].files.values()}, wiped / f"checkpoints/step-{2 * INTERVAL}"
+        if not second.exists() or second.name in image[1].checkpoints:
+            return False
+        records_of_second = store.read_contents(second).files.values()
+        there = object_store.list_objects(OBJECTS)
+        keys = {f"{OBJECTS}{r.xxh3}-{r.size}" for r in records_of_second}
+        return 0 < len(keys & there.keys() - named) < len(keys)
+
+    process = start("first.log")
+    until(in_the_middle)
+    end_tree(process)
+    uploaded = image_steps()
+    assert uploaded == [f"step-{INTERVAL}"]
+    shutil.rmtree(wiped)
+    shutil.rmtree(cache)
+
+    process = start("second.log")
+    # The store hangs: the step waits for its data, and nobody takes that for a hang.
+    progress = RunDirectory(wiped).progress
+    until(lambda: (read_object(progress).get("step") or 0) > INTERVAL + 2 or process.poll() is not None)
+    server.send_signal(signal.SIGSTOP)
+    until(lambda: read_object(progress).get("phase") == "object store" or process.poll() is not None)
+    time.sleep(10)
+    assert process.poll() is None and read_object(progress)["phase"] == "object store"
+    server.send_signal(signal.SIGCONT)
+    assert process.wait(PATIENCE) == 0, (tmp_path / "second.log").read_text()
+    assert "is brought back from" in (tmp_path / "second.log").read_text()
+    identical(plain / f"checkpoints/step-{STEPS}", wiped / f"checkpoints/step-{STEPS}")
+    table, again = (records.read_newest_records(run / "steps") for run in (plain, wiped))
+    assert table.num_rows == STEPS
+    for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "worst_position"):
+        assert table.column(column).equals(again.column(column)), column
+    lines = [(run / "skips.jsonl").read_text() for run in (plain, wiped)]
+    assert [json.loads(line)["first"] for line in lines[0].splitlines()] == [60, 130]
+    assert [json.loads(line)["first"] for line in lines[1].splitlines()] == [60, 130]
+    events = [json.loads(line) for line in (wiped / "journal.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "resumed"] == [INTERVAL]
+    assert not [e for e in events if e["event"] == "hang"]
+    # The end is in the store, too.
+    assert image_steps() == [f"step-{STEPS}", f"step-{STEPS - INTERVAL}"]
+    image = find_image(object_store)
+    assert image is not None and "summary.json" in image[1].files
+    assert set(object_store.list_objects(OBJECTS)) == {f.key for f in image[1].files.values()}
