@@ -161,7 +161,8 @@ class Uploader:
                 self._tell_success()
             except OutdatedError as error:
                 log.info("%s: %s", self._store.url, error)
-                self.outdated = True
+                with self._lock:
+                    self.outdated = self._view is None
             except Exception as error:
                 if not isinstance(error, OSError | DataError | CheckpointError):
                     log.exception("an upload failed")

@@ -117,6 +117,8 @@ class ReadAhead:
         step_window, seen_keys, first_step = deque[set[Key]](), Counter[Key](), 0
         with ThreadPoolExecutor(FETCHERS, "fetch") as fetch_pool:
             for step_number, positions in enumerate(steps):
+                if step_number == AHEAD:
+                    self._fetch_rest(fetch_pool, stopped)
                 step_keys = self._keys_of(positions)
                 while not stopped.is_set():
                     while step_window and first_step < self._taken:
@@ -124,9 +126,6 @@ class ReadAhead:
                         first_step += 1
                     if not step_window or (len(step_window) < AHEAD and self._fits({*seen_keys, *step_keys})):
                         break
-                    if len(step_window) == AHEAD and step_number == AHEAD:
-                        self._fetch_rest(fetch_pool, stopped)
-                        step_number += 1
                     stopped.wait(0.2)
                 if stopped.is_set():
                     break

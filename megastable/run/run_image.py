@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -34,6 +35,7 @@ _HEAD = re.compile(rf"{HEADS}(\d{{12}})\.json")
 _CHECKPOINT = re.compile(r"step-(?:0|[1-9][0-9]{0,17})")
 BLOCK = 1 << 22  # bytes read and hashed at a time
 DOWNLOADS = 4  # at once
+LOOKS = 10  # for a head that an upload replaces at the same time
 TRIES = 2  # of a file whose bytes are wrong: the network may have changed them
 
 
@@ -120,6 +122,13 @@ def find_heads(store: ObjectStore) -> list[int]:
 
 def find_image(store: ObjectStore) -> tuple[int, RunImage] | None:
     """The newest image that is whole, and its number. Raises OSError; DataError for one of another version."""
+    for _ in range(LOOKS - 1):
+        with suppress(FileNotFoundError):  # a newer one has just taken its place
+            return _read_newest(store)
+    return _read_newest(store)
+
+
+def _read_newest(store: ObjectStore) -> tuple[int, RunImage] | None:
     for number in reversed(find_heads(store)):
         seal, _, image_bytes = store.read_object(head_name(number)).partition(b"\n")
         if seal.decode(errors="replace") != xxhash.xxh3_128_hexdigest(image_bytes):

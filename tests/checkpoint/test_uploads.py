@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megastable.run import run_image
 from megastable.run.directory import RunDirectory
 from megastable.run.run_image import OBJECTS, PLAN, RunImage, StoredFile, find_heads, find_image, read_plan
 from tests.distributed import run_ranks
+from tests.patience import until
 
 HOSTS = ["node-1", "node-1", "node-2", "node-2"]
 
@@ -199,10 +199,7 @@ def test_what_has_gone_asks_for_a_newer_view(tmp_path: Path) -> None:
         uploader._upload(view)
     assert find_image(ObjectStore(url)) is None
     uploader.offer_view(view)
-    deadline = time.monotonic() + 30
-    while not uploader.outdated and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert uploader.outdated
+    until(lambda: uploader.outdated)
     write_checkpoint(run, 20)
     uploader.offer_view(look_at_run(run))
     assert not uploader.outdated and uploader.finish(30)
@@ -314,6 +311,27 @@ def test_damaged_objects_are_left_out(tmp_path: Path) -> None:
     heads.write_object(run_image.head_name(number + 1), RunImage(time=0, files={}).to_sealed_bytes()[:-3])
     found = find_image(heads)
     assert found is not None and found[0] == number
+
+
+def test_a_head_that_is_replaced_while_it_is_read_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    write_checkpoint(run, 10)
+    uploader, real = Uploader(url, run, ["here"], 0), ObjectStore.list_objects
+    uploader._upload(look_at_run(run))
+    write_checkpoint(run, 20)
+
+    def look(self: ObjectStore, prefix: str) -> dict[str, int]:
+        found = real(self, prefix)
+        monkeypatch.setattr(ObjectStore, "list_objects", real)
+        uploader._upload(look_at_run(run))
+        return found
+
+    monkeypatch.setattr(ObjectStore, "list_objects", look)
+    found = find_image(ObjectStore(url))
+    assert found is not None and list(found[1].checkpoints) == ["step-20", "step-10"]
+    uploader.finish(0)
 
 
 def test_nothing_begins_anew_while_the_store_cannot_be_asked(

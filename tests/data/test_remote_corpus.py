@@ -19,6 +19,7 @@ from megastable.base import object_store
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.object_store import ObjectStore, StoreError
 from megastable.config.tree import CorpusConfig, DataConfig
+from megastable.data import remote_corpus
 from megastable.data.corpora import find_warnings, open_corpora
 from megastable.data.loader import Loader, RankPart
 from megastable.data.manifest import Manifest, Stream
@@ -27,6 +28,7 @@ from megastable.data.remote_shards import FETCHING, LOCKS, RemoteShards
 from megastable.data.shard_format import hash_file
 from megastable.data.skips import Skips
 from tests.data.conftest import MakeCorpus
+from tests.patience import until
 
 SIZES = [900, 700, 800, 600, 500, 650]
 
@@ -290,13 +292,17 @@ def test_a_loader_reads_the_same_and_fetches_ahead(
         assert {key: n for key, n in downloads.items() if n > 1} == {}
 
 
-def test_shards_are_fetched_before_their_step(original: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "taken"), [(256, 0), (1, 0), (1, 3)])
+def test_shards_are_fetched_before_their_step(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, taken: int
+) -> None:
+    """Those of the steps in view first, then all others."""
+    monkeypatch.setattr(remote_corpus, "AHEAD", ahead)
     corpora = open_corpora([CorpusConfig(path=tmp_path / "here", url=f"file://{original}")], 32, 5)
-    with Loader(corpora.train, Skips.from_ranges([]), 0, 2, RankPart(2), DataConfig(prefetch=1)):
-        deadline = time.monotonic() + 30
-        while len(list((tmp_path / "here").glob("*.bin"))) < len(SIZES) and time.monotonic() < deadline:
-            time.sleep(0.02)  # no step is taken
-    assert len(list((tmp_path / "here").glob("*.bin"))) == len(SIZES)
+    with Loader(corpora.train, Skips.from_ranges([]), 0, 2, RankPart(2), DataConfig(prefetch=1)) as loader:
+        for _ in range(taken):
+            next(loader)
+        until(lambda: len(list((tmp_path / "here").glob("*.bin"))) == len(SIZES))
 
 
 def test_a_limit_below_the_corpus_is_warned_of(original: Path, tmp_path: Path) -> None:
@@ -324,9 +330,7 @@ def test_an_outage_is_waited_for_and_said(
     found = list[np.ndarray]()
     reader = threading.Thread(target=lambda: found.append(stream.read_tokens(0, 40)))
     reader.start()
-    deadline = time.monotonic() + 30
-    while not object_store.describe_wait() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: "refused" in object_store.describe_wait())
     assert (
         "part-0.bin" in object_store.describe_wait() and "connection refused" in object_store.describe_wait()
     )
