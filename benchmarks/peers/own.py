@@ -15,12 +15,14 @@ from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, make
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
+from megastable.engine.elementwise_choice import keep_faster_parts
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.numerics import choose_kernels
 from megastable.engine.watch import Ballot
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.model import gpt
+from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import TensorParallel, Topology
@@ -133,14 +135,25 @@ class WatchedEngine:
 
 
 def _said(c: RunConfig, task: Task) -> str:
-    chosen_kernels = choose_kernels(c, task.device)
+    chosen_kernels = _choose(c, task)
     return "; ".join([str(chosen_kernels), *chosen_kernels.notes])
+
+
+def _choose(c: RunConfig, task: Task) -> Kernels:
+    """As a run does; measured once for all contestants."""
+    told = c.model_dump_json()
+    if told not in _chosen:
+        _chosen[told] = keep_faster_parts(choose_kernels(c, task.device), c, task.device)
+    return _chosen[told]
+
+
+_chosen = dict[str, Kernels]()
 
 
 def _model(task: Task) -> tuple[nn.Module, LossFunction]:
     """Our modules with our kernels. Their weights come from the same seed."""
     c = task.config
-    chosen = choose_kernels(c, task.device)
+    chosen = _choose(c, task)
     m = c.model
     loss = LossFunction(m.vocab_size or 0, m.z_loss, TensorParallel(), chosen.compile, m.logit_softcap)
     module = gpt.GPT(c.model, TensorParallel(), c.parallel.recompute, c.run.seed, loss, kernels=chosen)

@@ -179,7 +179,9 @@ def _read_clock(device: torch.device) -> float:
 
 
 def keep_faster_parts(kernels: Kernels, config: RunConfig, device: torch.device) -> Kernels:
-    """`kernels` with those own parts that are right and faster on this device."""
+    """`kernels` with those own parts that are right and faster on this device, if the recipe leaves it open."""
+    if config.kernels.elementwise != "auto" or not kernels.elementwise:
+        return kernels
     kept_parts, measured_texts, notes = list[str](), list[str](), list(kernels.notes)
     for part in kernels.elementwise:
         try:

@@ -417,6 +417,14 @@ def test_measurement_leaves_wrong_and_broken_kernels(
     assert "swiglu do not work here (RuntimeError: ptxas exited); PyTorch computes swiglu" in second
 
 
+def test_nothing_is_measured_where_the_recipe_says_it() -> None:
+    told = small_run()
+    named = told.model_copy(update={"kernels": told.kernels.model_copy(update={"elementwise": "triton"})})
+    assert elementwise_choice.keep_faster_parts(TOLD, named, CPU) is TOLD
+    none = Kernels("reference")
+    assert elementwise_choice.keep_faster_parts(none, told, CPU) is none
+
+
 @interpreted
 def test_measurement_takes_time() -> None:
     case = elementwise_choice.make_case("swiglu", small_run(), CPU)
