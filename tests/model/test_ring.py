@@ -186,8 +186,9 @@ def test_products_beyond_the_window_are_left_out_and_those_it_cuts_are_marked() 
 def test_every_token_has_one_rank_and_shards_of_a_rank_are_its_tokens_in_order() -> None:
     assert find_own_tokens(12, 3, 1, True) == (range(2, 4), range(8, 10))
     assert find_own_tokens(12, 3, 1, False) == (range(4, 8),)
-    for is_ring in (False, True):
-        tokens = [token for rank in range(3) for part in find_own_tokens(12, 3, rank, is_ring) for token in part]
+    for in_ring in (False, True):
+        own_ranges = [find_own_tokens(12, 3, rank, in_ring) for rank in range(3)]
+        tokens = [token for ranges in own_ranges for part in ranges for token in part]
         assert sorted(tokens) == list(range(12))
     own = find_own_tokens(24, 2, 1, True)
     assert [cut_ranges(own, 4 * i, 4 * i + 4) for i in range(3)] == [

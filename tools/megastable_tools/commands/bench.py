@@ -357,6 +357,37 @@ def bench_pipeline(
     put_json(asdict(found_bubbles) | {"bubbles": bubble_seconds}, as_json, output)
 
 
+@app.add_command(
+    "watch",
+    examples="""
+    megastable bench watch --rounds 3 --output watch.json
+    megastable bench watch --recipe launch/recipes/350m.yaml model.vocab_size=32000 train.global_batch=32
+    """,
+)
+def bench_watch(
+    overrides: Overrides = None,
+    recipe_path: Annotated[Path, typer.Option("--recipe", help="What to train")] = QUICKSTART,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of runs, with the watch and without")] = 3,
+    steps: Annotated[int, typer.Option(min=6, help="Of every run; the first 5 do not count")] = 30,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one")] = None,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Measure what the watch over memory adds to a step of train.py, on one rank. On random tokens: no corpus is
+    needed."""
+    import_from_checkout("benchmarks")
+    device = _on(device)
+    from benchmarks.watch_price import WatchCase, measure_watch, watch_table
+    from megastable.base.progress_bar import show_bar
+
+    with show_bar("training", 2 * rounds, unit="runs") as progress_bar:
+        found_price = measure_watch(
+            recipe_path, overrides or [], WatchCase(rounds, steps), device, progress_bar
+        )
+    _console(as_json).print(watch_table(found_price))
+    put_json(asdict(found_price) | {"price": found_price.price}, as_json, output)
+
+
 def _form_group_of_one() -> None:
     """A process group of this process alone, if none is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
