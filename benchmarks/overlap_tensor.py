@@ -32,8 +32,9 @@ from benchmarks.ranks import launch_ranks
 from megastable.base import activity
 from megastable.report.figures import draw_figure
 
-MODEL = {
-    "layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "sequence_length": 512, "vocab_size": 1000,
+# In fp32 its products and messages on a core and a slow link are to each other as those of a 70B over eight H100.
+MODEL: dict[str, Any] = {
+    "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "sequence_length": 512, "vocab_size": 1000,
     "vocab_multiple": 64,
 }  # fmt: skip
 MICRO_BATCH = 2
@@ -43,18 +44,20 @@ WARM = 1  # steps before those that count
 @dataclass(frozen=True)
 class TensorCase:
     """rate: bytes a second that leave a rank. latency: seconds of every message. rounds: steps of either kind. chunks:
-    `parallel.tensor_overlap`. wall: see the docstring of the module."""
+    `parallel.tensor_overlap`. layers: of the model. wall: see the docstring of the module."""
 
     ranks: int = 2
     rate: float = 125e6
     latency: float = 1e-3
     rounds: int = 3
     chunks: int = 4
+    layers: int = 4
     wall: bool = False
 
     def choose_layout(self, chunks: int) -> LayoutCase:
         return LayoutCase(
-            self.ranks, {"tensor": self.ranks, "sequence": True, "tensor_overlap": chunks}, MODEL,
+            self.ranks, {"tensor": self.ranks, "sequence": True, "tensor_overlap": chunks},
+            MODEL | {"layers": self.layers},
             precision={"kind": "fp32"}, kernels={"compile": False}, micro_batch=MICRO_BATCH, accumulation=1,
         )  # fmt: skip
 
@@ -165,7 +168,7 @@ class MessageRecorder:
 
     def list_spans(self) -> list[Span]:
         """Both passes, the waits and the messages."""
-        times = dict(reversed(self.entered))
+        times = dict(reversed(self.entered))  # the first of each
         origin = times[activity.BACKWARD]
         passes = [
             Span("forward", times[activity.FORWARD], origin),
@@ -254,7 +257,7 @@ def _draw_messages(axes: Any, found: TensorFound) -> None:
                 color=colours[span.what], edgecolor="white", linewidth=0.5,
             )  # fmt: skip
     forward, backward, *_ = found.ranks[0].spans
-    share = 1.3e3 / MODEL["layers"]  # the last block's and its head's, in milliseconds
+    share = 1.3e3 / found.case.layers  # the last block's and its head's, in milliseconds
     axes.set_xlim(share * forward.begin, share * backward.end)
     axes.set_yticks([rank + 0.2 for rank in range(found.case.ranks)])
     axes.set_yticklabels([f"rank {rank}" for rank in range(found.case.ranks)])

@@ -12,7 +12,8 @@ Written against the source of version 2.20; this code relies on the following:
   and magnitudes are cells of `Meters`, and no scale moves within a step. Hence many micro-batches, 1F1B and torch's own
   recomputation need no special care: a repeated forward reads the same scales and raises nothing.
 - Its tensor-parallel messages are those of `mappings`, except that gathered activations are sent in FP8. Under sequence
-  parallelism it leaves the gradient of a norm's weight to us.
+  parallelism it leaves the gradient of a norm's weight to us. As in `parallel/overlapped.py` its column-parallel layers
+  gather again beside the product of the input's gradient, and sum that beside the weight's; all messages are whole.
 - Told by a call whether it is a step's first one, a module casts its weight in that and keeps the cast (a byte per
   element for each layout) for the others; told nothing, it casts in every call and keeps none.
 Features that we do not use: gradient accumulation in its products, overlapped messages.

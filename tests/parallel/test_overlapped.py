@@ -154,7 +154,7 @@ def trace_passes(chunks: int, gathers_again: bool, sequence: bool) -> dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         for name, send in (("gather", "_gather"), ("scatter", "_scatter")):
             patch.setattr(mappings, send, trace_message(name, getattr(mappings, send)))
-        patch.setattr(mappings.dist, "all_reduce", trace_message("sum", dist.all_reduce))
+        patch.setattr(dist, "all_reduce", trace_message("sum", dist.all_reduce))
         for name, of in (("y", "multiply_rows"), ("part", "multiply_parts"), ("dx", "differentiate_input"),
                          ("dw", "differentiate_weight")):  # fmt: skip
             patch.setattr(overlapped, of, trace_product(name, getattr(overlapped, of)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -299,27 +300,55 @@ def bench_scaling(
     examples="""
     megastable bench overlap --picture overlap.png
     megastable bench overlap --ranks 4 --rate 2 --latency 0.2
+    megastable bench overlap --dimension tensor
     """,
 )
 def bench_overlap(
-    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel processes")] = 4,
+    dimension: Annotated[Literal["data", "tensor"], typer.Option(help="Whose messages")] = "data",
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Processes; by default 4, and 2 for tensor", show_default=False)
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Of every rank's link, Gbit/s")] = 1.0,
-    latency: Annotated[float, typer.Option(min=0, help="Of every sum, ms")] = 1.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps with and without overlap")] = 10,
+    latency: Annotated[float, typer.Option(min=0, help="Of every message, ms")] = 1.0,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps with and without overlap; by default 10, and 3 for tensor", show_default=False
+        ),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="tensor: parallel.tensor_overlap")] = 4,
+    wall: Annotated[
+        bool,
+        typer.Option("--wall", help="tensor: by the time of the day, not by processor time; for quiet cores"),
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Measure how much of the sums of gradients is hidden behind the backward pass, over a slowed link."""
+    """Measure how much of the messages is hidden over a slowed link: of the sums of gradients behind the backward pass,
+    or of those of tensor parallelism behind products."""
     import_from_checkout("benchmarks")
-    from benchmarks import overlap
+    from benchmarks import overlap, overlap_tensor
 
-    found_overlap = overlap.measure_overlap(
-        overlap.OverlapCase(ranks, rate=rate * 125e6, latency=latency * 1e-3, rounds=rounds)
-    )
-    _console(as_json).print(overlap.overlap_table(found_overlap))
+    link_speed: dict[str, Any] = {"rate": rate * 125e6, "latency": latency * 1e-3}
+    found_overlap: Any
+    draw_spans: Callable[[Any, Path], None]
+    if dimension == "data":
+        data_case = overlap.OverlapCase(ranks or 4, rounds=rounds or 10, **link_speed)
+        found_overlap = overlap.measure_overlap(data_case)
+        shown_table, draw_spans = overlap.overlap_table(found_overlap), overlap.draw_overlap
+    else:
+        tensor_case = overlap_tensor.TensorCase(
+            ranks or 2, rounds=rounds or 3, chunks=chunks, wall=wall, **link_speed
+        )
+        found_overlap = overlap_tensor.measure_tensor_overlap(tensor_case)
+        shown_table, draw_spans = (
+            overlap_tensor.tensor_table(found_overlap),
+            overlap_tensor.draw_tensor_overlap,
+        )
+    _console(as_json).print(shown_table)
     if picture is not None:
-        overlap.draw_overlap(found_overlap, picture)
+        draw_spans(found_overlap, picture)
     put_json(asdict(found_overlap) | {"hidden": found_overlap.hidden}, as_json, output)
 
 
