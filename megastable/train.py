@@ -76,9 +76,8 @@ class Trainer:
             self.evaluation = Evaluation.for_run(
                 self.engine, order.corpora.held_out, c.train, start.layout.samples, start.make_whole_loader
             )
-            run_on_first(
-                lambda: self.run.summary.unlink(missing_ok=True)
-            )  # of a shorter run in this directory
+            # Of a shorter run in this directory.
+            run_on_first(lambda: self.run.summary.unlink(missing_ok=True))
             run_on_first(heart.skips.begin_to_read)
             loader = start.make_loader(order.source, order.select_samples(), self.state.cursor)
             closing.callback(loader.close)

@@ -34,9 +34,14 @@ class Topology:
         self.sample_rank, self.context_rank = divmod(self.data_rank, layout.context)
         # A new group does not inherit the world's timeout.
         self._timeout = timedelta(seconds=timeout)
-        self.tensor_group = self._group("tensor")
-        self.data_group = self._group("data")
-        self.context_group = self._group("context") if layout.context > 1 else None
+        self.tensor_group = self._make_own_group("tensor")
+        self.data_group = self._make_own_group("data")
+        self.context_group = self._make_own_group("context") if layout.context > 1 else None
+
+    def _make_own_group(self, axis: str) -> Any:
+        """Made by its members alone: else all ranks meet for every group of the axis, and there are a thousand."""
+        own_ranks = next(ranks for ranks in self.layout.list_groups(axis) if self.rank in ranks)
+        return dist.new_group(own_ranks, timeout=self._timeout, use_local_synchronization=True)
 
     def _group(self, axis: str) -> Any:
         own_group = None

@@ -18,7 +18,6 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.config.recipe import find_recipe
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
-from megastable.data.plant import read_planted
 from megastable.data.samples import token_counts, unigram_entropy
 from megastable.engine.engine import Engine
 from megastable.model.kernels import DTYPES
@@ -136,6 +135,8 @@ def list_incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]
 
     planted_documents: of a deliberately corrupted corpus (data/plant.py), for comparison; else empty.
     """
+    from megastable.data.plant import read_planted  # with it comes every kind of tokenizer, and protobuf
+
     planted = [read_planted(find_recipe(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
     incidents = []

@@ -1,66 +1,73 @@
-"""Count what the start of a rank asks of all ranks and of the shared file system, until its first step: collectives of
-Python objects, and opens of files."""
+"""Count what the start of a rank asks of all ranks and of the shared file system, until its first step."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megastable.config.tree import RunConfig
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+COUNTED = (*OBJECTS, "all_reduce", "new_group")
 
 
-def count_start(config: RunConfig) -> dict[str, Any]:
-    """Train as `config` says, in this process. Returns, until the first step: "objects", the callers of collectives of
-    Python objects in their order, and "opens", how often every file below the run's directory was opened."""
+def count_start(config: RunConfig) -> tuple[list[str], dict[str, int]]:
+    """Train as `config` says, in this process.
+
+    Returns, of the time until the first step: the collectives of Python objects, the making of process groups, and
+    "agree" for each sum by which ranks agree; and how often every file of the run and of its corpora was opened.
+    """
     import torch.distributed as dist
 
     from megastable.train import Trainer, train
 
-    objects, opens, counting = list[str](), Counter[str](), [True]
-    root = str(config.run.dir)
-
-    def name_caller() -> str:
-        frames = [
-            f
-            for f in traceback.extract_stack()[:-2]
-            if "/megastable/" in f.filename and "collectives.py" not in f.filename
-        ]
-        if "/deepspeed/" in traceback.extract_stack()[-3].filename:
-            return "deepspeed"
-        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}:{frames[-1].name}" if frames else "?"
+    called, opens, counting = list[str](), Counter[str](), [True]
+    folders = [str(config.run.dir), *(str(corpus.path) for corpus in config.data.corpora)]
 
     def note_open(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and counting[0] and isinstance(arguments[0], (str, bytes)):
-            path = str(arguments[0])
-            if path.startswith(root):
-                opens[path.removeprefix(root)] += 1
+        for folder in folders if event == "open" and counting[0] else ():
+            if str(arguments[0]).startswith(folder + "/"):
+                opens[str(arguments[0]).removeprefix(folder + "/").partition(".tmp-")[0]] += 1
 
-    sys.addaudithook(note_open)
-    real = {name: getattr(dist, name) for name in OBJECTS}
-    for name, function in real.items():
+    def call(name: str, function: Any, *arguments: Any, **named: Any) -> Any:
+        if counting[0] and (name in OBJECTS or name == "new_group"):
+            called.append(name)
+        elif counting[0] and any(frame.name == "find_least" for frame in traceback.extract_stack()):
+            called.append("agree")
+        return function(*arguments, **named)
 
-        def counted(*arguments: Any, _name: str = name, _function: Any = function, **named: Any) -> Any:
-            if counting[0]:
-                objects.append(f"{_name} {name_caller()}")
-            return _function(*arguments, **named)
-
-        setattr(dist, name, counted)
+    real_functions = {name: getattr(dist, name) for name in COUNTED}
     real_steps = Trainer._all_steps
 
-    def all_steps(trainer: Trainer) -> None:
+    def begin_steps(trainer: Trainer) -> None:
         counting[0] = False
         real_steps(trainer)
 
-    Trainer._all_steps = all_steps
+    sys.addaudithook(note_open)
+    for name, function in real_functions.items():
+        setattr(dist, name, partial(call, name, function))
+    Trainer._all_steps = begin_steps  # type: ignore[method-assign]
     try:
         train(config, Path("recipe.yaml"))
     finally:
-        Trainer._all_steps = real_steps
-        for name, function in real.items():
+        Trainer._all_steps = real_steps  # type: ignore[method-assign]
+        for name, function in real_functions.items():
             setattr(dist, name, function)
-    return {"objects": objects, "opens": dict(opens)}
+    return called, dict(opens)
+
+
+def count_imports(module: str) -> tuple[int, set[str]]:
+    """How many files a fresh process opens to import `module`, and the packages that it has then."""
+    opens = []
+    sys.addaudithook(lambda event, arguments: opens.append(arguments[0]) if event == "open" else None)
+    __import__(module)
+    return len(opens), {name.partition(".")[0] for name in sys.modules}
+
+
+if __name__ == "__main__":
+    opened_files, packages = count_imports(sys.argv[1])
+    print(opened_files, *sorted(packages))
