@@ -137,6 +137,28 @@ def test_a_ring_between_hosts_has_one_card() -> None:
     assert link.count_seconds("send", 1e9, 16) == 1e9 / link.own > link.count_seconds("all-gather", 1e9, 16)
 
 
+@pytest.mark.parametrize(
+    ("given", "alone"),
+    [
+        # Gathers and scatters of a block with nothing beside them, forward and backward; an all-reduce is both.
+        ({}, 4),
+        ({"sequence": True}, 4 + 2),
+        ({"sequence": True, "keep_gathered": True, "tensor_overlap": 4}, (4 + 2) / 4),
+        ({"sequence": True, "tensor_overlap": 4}, (4 + 2) / 4),
+        ({"sequence": True, "tensor_overlap": 4, "recompute": "full"}, (4 + 3 + 2) / 4),
+    ],
+)
+def test_tensor_parallelism_is_hidden_by_the_products_beside_it(given: dict[str, Any], alone: float) -> None:
+    """With products that take longer than any message, and with products that take no time."""
+    link = {"host": {"gb_per_second": 1, "latency_us": 0}}
+    slow, fast = free(tflops={"bf16": 1e-3}, **link), free(tflops={"bf16": 1e9}, **link)
+    c, half = config(tensor=2, **given), 2048 * 1024 * 2 / 2 / 1e9
+    all_of_block = 4 + 4 + 2 * c.parallel.gathers_again + 3 * (c.parallel.recompute == "full")
+    for cluster, of_block in ((slow, alone), (fast, all_of_block)):
+        seconds = 64 * half * (16 * of_block + 4)  # embedding and head
+        assert timed(c, cluster=cluster).parts["tensor"] == pytest.approx(seconds, rel=0.01)
+
+
 LAYOUTS = [
     ({"tensor": 8, "sequence": True}, 4),
     ({"tensor": 2, "pipeline": 2, "recompute": "full"}, 4),
