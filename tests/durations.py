@@ -35,6 +35,9 @@ ALLOWED: dict[str, str] = {
     "tests/parallel/test_pairs.py::test_choices_in_fp32_are_the_plain_rules": _SHARED,
     "tests/parallel/test_norm_gradients.py::test_one_message_for_all_norms_gives_the_bytes_of_one_each[2]": _SHARED,
     "tests/parallel/test_gathered_again.py::test_steps_that_gather_again_are_the_same_bytes[2]": _SHARED,
+    "tests/parallel/test_overlapped.py::test_steps_with_messages_beside_the_products_are_the_same_bytes[quick]": (
+        _SHARED
+    ),
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
     "tests/guard/test_sample_examiner.py::test_ranks_name_the_same_samples[as_fsdp-2]": "two ranks import FSDP2",
     "tests/guard/test_loop_guard.py::test_guard_rewinds_on_several_ranks[as_fsdp-2]": "two ranks import FSDP2",
