@@ -79,7 +79,7 @@ def _make(
     finally:
         torch.set_default_dtype(dtype_before)
     if config.parallel.schedule == "zero_bubble":
-        _defer_weight_gradients(built_layer)
+        defer_weight_gradients(built_layer)
     if config.parallel.zero == 3:
         for linear_part in built_layer.modules():
             if isinstance(linear_part, ColumnParallelLinear | RowParallelLinear) and (
@@ -94,7 +94,7 @@ def _make(
     return built_layer
 
 
-def _defer_weight_gradients(layer: nn.Module) -> None:
+def defer_weight_gradients(layer: nn.Module) -> None:
     """Let the products of a block leave their weight gradients for later. They are not compiled then."""
     if isinstance(layer, gpt.Block):
         for part in layer.modules():

@@ -118,6 +118,7 @@ TWO: dict[str, Any] = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, TWO),
     "pp2": (2, {**TWO, "parallel": {"pipeline": 2}}),
+    "pp2-zero-bubble": (2, {**TWO, "parallel": {"pipeline": 2, "schedule": "zero_bubble"}}),
     "tp2": (2, {"model": {"layers": 2}, "parallel": {"tensor": 2}}),
     "zero1-dp2": (2, {"model": {"layers": 2}, "train": {"micro_batch": 2}}),
     "zero2-dp2": (2, {**TWO, "parallel": {"zero": 2}}),

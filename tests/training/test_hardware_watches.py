@@ -33,6 +33,7 @@ from tests.distributed import run_ranks
 STEP, LAST, EVERY = 24, 32, 10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "dp2": (2, {}), "dp3": (3, {}), "tp2": (2, {"tensor": 2}), "pp2": (2, {"pipeline": 2}),
+    "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "zero_bubble"}),
     "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
     "context2": (2, {"context": 2}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
 }  # fmt: skip
@@ -409,6 +410,7 @@ FOUND = [
     # An activation to the last stage; the last gradient of a step to the first one; one of the second replica.
     ("messages", "pp2", partial(flip_message, 0), 1, MessagesDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "pp2", partial(flip_message, 5), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
+    ("messages", "pp2-zero-bubble", partial(flip_message, 5), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
     ("messages", "pp2-dp2", partial(flip_message, 2), 1, MessagesDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "dp3", spoil_gates_sum, 1, ReplicasDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "dp2", spoil_gates_sum, 1, ReplicasDiffer, {"step": STEP, "ranks": []}, STEP),
@@ -433,7 +435,9 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "zero3-dp3", "fp32", "pp2", "tp2-dp2", "context2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "tp2-dp2", "context2"]
+)
 def test_watches_change_no_byte_and_blame_no_sound_rank(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Also where DeepSpeed's own sums are replaced by measured ones."""
     run = run_with(recipe(corpus, tmp_path / "off", layout, "none"), layout, None)

@@ -1,0 +1,74 @@
+"""Weight gradients that a backward pass leaves for later are those that it would have computed, also compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.engine.build import defer_weight_gradients
+from megastable.model.gpt import Block
+from megastable.model.kernels import Kernels
+from megastable.parallel.deferred_gradients import DeferredGradients
+from megastable.parallel.topology import TensorParallel
+from tests.parallel.compiling import without_kernels
+from tests.parallel.test_layouts import LENGTH, config
+
+
+def make_block(recompute: str, compiled: bool, deferring: bool) -> Block:
+    torch.manual_seed(1)
+    block = Block(config().model, TensorParallel(), 0, recompute, Kernels("sdpa", "chunked", compiled))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    block.to(torch.bfloat16)
+    if deferring:
+        defer_weight_gradients(block)
+    return block
+
+
+def run_block(block: Block, x: Tensor) -> None:
+    block(x).backward(torch.ones_like(x))
+
+
+def gradients(block: Block) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in block.named_parameters()}
+
+
+def are_equal(one: Block, other: Block) -> bool:
+    return all(torch.equal(gradients(other)[name], gradient) for name, gradient in gradients(one).items())
+
+
+@pytest.mark.quick("*-False")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_come_later_and_are_the_same(recompute: str, compiled: bool) -> None:
+    batches = [torch.randn(LENGTH, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    deferred, counts = DeferredGradients(), Counter[str]()
+    with without_kernels():
+        plain, block = (make_block(recompute, compiled, deferring) for deferring in (False, True))
+        for x in batches:
+            run_block(plain, x)
+        expected_inputs = [x.grad for x in batches]
+        for x in batches:
+            x.grad = None
+            with deferred.collect():
+                run_block(block, x)
+        for x, expected in zip(batches, expected_inputs, strict=True):
+            assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+        linears = {name for name, parameter in block.named_parameters() if parameter.dim() == 2}
+        assert len(linears) == 4
+        assert {name for name, gradient in gradients(block).items() if gradient is None} == linears
+        for name in linears:  # hooks run as if the backward pass had come to the weight
+            weight = block.get_parameter(name)
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: counts.update([name]))
+        deferred.compute_oldest()
+        assert counts == Counter(linears)
+        deferred.compute_oldest()
+        assert counts == Counter(2 * list(linears)) and are_equal(block, plain)
+        # Without a schedule that collects them, none is left.
+        run_block(block, batches[0])
+        run_block(plain, batches[0])
+        assert counts == Counter(3 * list(linears)) and are_equal(block, plain)
