@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from megastable.base.errors import ConfigError
 from megastable.base.free_memory import total_bytes
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.build import check_weights_fit
-from megastable.engine.numerics import choose_kernels
+from megastable.engine.numerics import Numerics, NumericsSwitch, choose_kernels
+from megastable.model.gpt import GPT
+from megastable.model.kernels import Kernels
+from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout
+from megastable.parallel.topology import TensorParallel
 from megastable_tools.plan.memory import kernels_on
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.parallel.compiling import without_kernels
 
 
 def every_way(config: RunConfig) -> dict[str, Any]:
@@ -65,6 +72,29 @@ def test_switch_to_plain_pytorch_keeps_the_numbers(name: str, corpus: Path, tmp_
         assert found.pop("back") == usual[:1] and found.keys() == KINDS
         for numbers in found.values():
             assert numbers != usual and numbers == pytest.approx(usual, rel=1e-4)
+
+
+def test_switch_leaves_no_compiled_end() -> None:
+    """the final norm, and the embedding's factor: with plain PyTorch in place of compiled code, no graph is made"""
+    kernels = Kernels("reference", compile=True)
+    loss = LossFunction(250, 0.0, TensorParallel())
+    config = ModelConfig(
+        layers=1, hidden=32, heads=4, ffn=48, sequence_length=8, vocab_size=250, embedding_scale=2.0
+    )
+    tokens, graphs = torch.arange(16).view(2, 8), list[int]()
+    torch._dynamo.reset()
+    counters.clear()
+    with without_kernels():
+        model = GPT(config, TensorParallel(), "none", 3, loss, kernels)
+        switch, found = NumericsSwitch(model, kernels, loss, None), list[torch.Tensor]()
+        for plain in (frozenset({"compile"}), frozenset[str](), frozenset({"compile"})):
+            switch.switch_to(Numerics(False, plain))
+            found.append(model(tokens).detach())
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [0, 3, 3]  # of the embedding's factor, the block and the norm
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+    torch._dynamo.reset()
 
 
 CPU = torch.device("cpu")
