@@ -1,7 +1,7 @@
 """Uploads the run directory to an object store behind training, and fetches checkpoints from there at a start.
 
     uploader.offer_view(look_at_run(run))   # rank 0, between two steps; costs a few milliseconds
-    ... steps; a thread of the first rank of every host uploads, rank 0's then writes the head (run/run_image.py)
+    ... steps; a thread of the first rank of every host has uploaded what is new, rank 0's then writes the head
     uploader.finish(seconds)                # at the end of the run
 
 What the store is to hold is looked at between two steps: how long the journal and the ledgers are, which records and
@@ -33,8 +33,8 @@ from megastable.base import durable
 from megastable.base.collectives import gather_objects, mark_collective, run_on_first
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.object_store import LONGEST_PAUSE, ObjectStore, StoreError, retry
+from megastable.base.upload_process import UploadProcess
 from megastable.checkpoint import store
-from megastable.checkpoint.files import hash_file
 from megastable.run.directory import RunDirectory
 from megastable.run.run_image import (
     OBJECTS,
@@ -105,7 +105,8 @@ class Uploader:
 
     def __init__(self, url: str, run: RunDirectory, hosts: Sequence[str], rank: int) -> None:
         """hosts: of every rank. Raises ConfigError if there is no client for the URL."""
-        self._store, self._run, self._hosts, self._rank = ObjectStore(url), run, hosts, rank
+        self._store, self._process = ObjectStore(url), UploadProcess(url)
+        self._run, self._hosts, self._rank = run, hosts, rank
         self.outdated = False
         self._lock, self._wake, self._given_up = threading.Lock(), threading.Event(), threading.Event()
         self._view: RunView | None = None
@@ -140,6 +141,7 @@ class Uploader:
         self._wake.set()
         self._thread.join(seconds)
         self._given_up.set()
+        self._process.close()
         return not self._thread.is_alive() and not self.outdated
 
     # In its thread
@@ -251,12 +253,15 @@ class Uploader:
             }
             for file_name, stored_file in stored_files.items():
                 if self._is_own(file_name) and present.get(stored_file.key) != stored_file.size:
-                    # What the disk has damaged since must not get the name of what it was.
-                    if hash_file(checkpoint_folder / file_name) != file_records[file_name]:
-                        raise CheckpointError(f"{checkpoint_folder / file_name}: not as the manifest says")
-                    self._store.upload_file(checkpoint_folder / file_name, stored_file.key)
+                    self._process.upload_file(
+                        checkpoint_folder / file_name, stored_file.key, stored_file.xxh3
+                    )
                     self._count(stored_file, present)
-        except (FileNotFoundError, CheckpointError) as error:
+        except (
+            FileNotFoundError,
+            DataError,
+            CheckpointError,
+        ) as error:  # gone, or damaged since it was written
             if checkpoint_folder.exists():
                 log.warning("%s is not uploaded: %s", name, error)
             return {}
@@ -291,7 +296,7 @@ class Uploader:
             if len(set(self._hosts)) == 1 or time.monotonic() - last_progress > HELP_SECONDS:
                 for path, stored in missing_files.items():
                     try:
-                        self._store.upload_file(self._run.root / path, stored.key)
+                        self._process.upload_file(self._run.root / path, stored.key, stored.xxh3)
                     except FileNotFoundError:
                         raise OutdatedError(f"{path} was deleted before it was uploaded") from None
             elif self._given_up.wait(2.0):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.base.errors import ConfigError
+from megastable.base.errors import ConfigError, DataError
 from megastable.base.object_store import ObjectStore, StoreError
+from megastable.base.upload_process import UploadProcess, hash_content
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file, write_file
 from megastable.checkpoint.store import Contents
@@ -23,6 +24,20 @@ from megastable.run.run_image import OBJECTS, PLAN, RunImage, StoredFile, find_h
 from tests.distributed import run_ranks
 from tests.patience import until
 
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads without a process for each uploader; `test_a_process_uploads_what_has_not_changed` has one."""
+
+    def upload_here(self: UploadProcess, path: Path, key: str, xxh3: str) -> None:
+        if hash_content(path) != xxh3:
+            raise DataError("changed")
+        ObjectStore(self.url).upload_file(path, key)
+
+    monkeypatch.setattr(UploadProcess, "upload_file", upload_here)
+
+
+UPLOAD = UploadProcess.upload_file  # the real one
 HOSTS = ["node-1", "node-1", "node-2", "node-2"]
 
 
@@ -149,6 +164,31 @@ def test_only_what_is_new_is_uploaded_and_what_is_old_goes(
     real(ObjectStore(url), path, StoredFile(size=record.size, xxh3=record.xxh3).key)
     upload(run, url)
     assert len(uploaded) == 14 and f"{OBJECTS}stray-3" not in ObjectStore(url).list_objects(OBJECTS)
+
+
+def test_a_process_uploads_what_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UploadProcess, "upload_file", UPLOAD)
+    one, url = tmp_path / "one", f"file://{tmp_path}/store"
+    one.write_bytes(b"12345")
+    process = UploadProcess(url)
+    process.upload_file(one, "a/one", hash_content(one))
+    assert ObjectStore(url).read_object("a/one") == b"12345"
+    child = process._process
+    assert child is not None and os.getpriority(os.PRIO_PROCESS, child.pid) == 19
+    with pytest.raises(DataError, match="not what it was"):
+        process.upload_file(one, "a/two", "0" * 32)
+    with pytest.raises(FileNotFoundError):
+        process.upload_file(tmp_path / "none", "a/three", "")
+    child.kill()
+    child.wait()
+    process.upload_file(one, "a/four", hash_content(one))  # by another process
+    (tmp_path / "store/a/file").write_text("")
+    with pytest.raises(StoreError):
+        process.upload_file(one, "a/file/below", hash_content(one))
+    assert list(ObjectStore(url).list_objects("a/")) == ["a/file", "a/four", "a/one"]
+    child = process._process
+    process.close()
+    assert child is not None and child.poll() is not None
 
 
 def test_hosts_share_the_files_and_rank_0_fills_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
