@@ -138,9 +138,9 @@ def report_activities(engine: Any) -> None:
 
 @contextlib.contextmanager
 def make_own_groups() -> Iterator[None]:
-    """Inside, DeepSpeed makes a process group by its members alone; the other ranks get None. It lets all ranks meet for
-    every group of a grid of pipelines, and without tensor parallelism for one of each rank: 10^8 messages to the store
-    with 10,000 ranks. Needless when it makes them so itself."""
+    """Inside, DeepSpeed makes a process group by its members alone; the other ranks get None. It lets all ranks meet
+    for every group of a grid of pipelines, and without tensor parallelism for one of each rank: 10^8 messages to the
+    store with 10,000 ranks. Needless when it makes them so itself."""
 
     def make_group(ranks: Sequence[int]) -> Any:
         return (
