@@ -181,6 +181,16 @@ class Gate(ThreadPoolExecutor):
         return super().submit(wait_and_call)
 
 
+class Broken(ThreadPoolExecutor):
+    """A thread whose work fails."""
+
+    def submit(self, call: Any, *args: Any, **options: Any) -> Any:
+        def fail() -> None:
+            raise MemoryError
+
+        return super().submit(fail)
+
+
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 17, 40])
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_slices_arrive_whole_though_each_is_sent_as_late_as_can_be(size: int, buffers: int) -> None:
@@ -238,14 +248,15 @@ def test_half_a_snapshot_is_no_point_to_go_back_to() -> None:
     assert answers[0].result(20) and answers[1].result(20) is None and update.result(20) is None
     assert engine.tensors.keys() == wanted.keys() and engine.steps == 2
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
-    # The next one breaks off behind its first tensor.
-    engine.tensors = {"0/weight": engine.tensors["0/weight"], "0/exp_avg": torch.zeros(5)}
-    engine.tensors["0/exp_avg"].resize_(0)
-    ring.take_snapshot(3, None, marks=snapshot.marks)
+    ring._host = HostCopy(engine.hold_updates, Broken())
+    ring.take_snapshot(3, None)
     broken = ring.find_before(4)
     assert broken is not None and broken.step == 3
-    engine.tensors["0/exp_avg"].resize_(5)
+    held[-1].synchronize()  # no update fails for it
     assert not ring.is_intact(broken)
+    with pytest.raises(MemoryError):
+        ring.restore_snapshot(broken)
+    assert engine.steps == 2
     first = ring.find_before(2)
     assert first is not None and ring.is_intact(first) and ring.is_intact(snapshot)
 
@@ -299,6 +310,9 @@ def test_a_thread_prepares_the_memory_of_the_next_point_and_of_no_more() -> None
         assert taken == before if step in (2, 3) else taken.isdisjoint(before)
         assert ring.is_intact(ring._kept[-1])
         engine.advance()
+    ring.forget_from(ring.steps[1])
+    ring.take_snapshot(5, None)
+    assert (len(ring._kept), len(ring._spare)) == (2, 1), "what is given back is enough"
 
 
 def train_behind_a_copy(c: Any) -> list[bool]:
