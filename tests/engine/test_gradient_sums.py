@@ -40,6 +40,9 @@ def train_twice(parts: dict[str, Any]) -> dict[str, Any]:
         engine = build_engine(config(precision="bf16", **parts), reduce_bucket_size=LIMIT)
         engine.zero.sums.overlap = overlap
         found["buckets"] = len(engine.zero.sums.buckets)
+        # Each part of a parameter that this rank updates is averaged once.
+        averaged = [place for bucket in engine.zero.sums.buckets for place in bucket.fragments]
+        assert sorted(averaged) == sorted((f.group, f.offset) for f in engine.flat_state().fragments)
         random, told = torch.Generator().manual_seed(3), []
         for step in range(STEPS):
             tokens = torch.randint(

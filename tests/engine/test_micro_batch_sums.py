@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megastable.config.tree import RunConfig
 from tests.conftest import tiny
@@ -90,3 +92,23 @@ def test_norm_is_that_of_the_gradients_that_are_applied(name: str, corpus: Path,
     if name != "worker":  # which clips others than the average
         tolerance = 1e-3 if name == "bf16-moments" else 1e-7
         assert all(rank[0]["kept"] < 0.9 and rank[0]["error"] < tolerance for rank in ranks)
+
+
+def test_a_gradient_more_than_micro_batches_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megastable.engine import micro_batch_sums
+    from megastable.parallel.sharding import Fragment
+
+    monkeypatch.setattr(micro_batch_sums, "SMALL", 0)
+    flat = torch.full((8,), 9.0)  # of an earlier step
+    parts = {"fp32_groups_gradient_flat_partition": [flat], "fp32_groups_gradients": [[flat]]}
+    fragment = Fragment(
+        name="w", dim=None, sections=(), shape=(8,), group=0, offset=0, start=0, numel=8, counted=True
+    )
+    deepspeeds: Any = SimpleNamespace(**parts)
+    sums = micro_batch_sums.MicroBatchSums(deepspeeds, lambda: 1, [fragment], 1)
+    weight = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    weight.grad = torch.arange(8, dtype=torch.bfloat16)
+    for count in (1, 2):
+        sums.add_gradient(weight, 0, 0)
+        assert flat.tolist() == [count * x for x in range(8)]
+        assert float(sums.sum_squares()) == pytest.approx(140 * count**2)
