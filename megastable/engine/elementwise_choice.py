@@ -23,7 +23,7 @@ from megastable.model.block_parts import norm_rows, swiglu
 from megastable.model.elementwise import PARTS, Heads
 from megastable.model.kernels import DTYPES, Kernels
 
-WIDEST = 16384  # elements of a norm's row: it lies in the registers of a program
+WIDEST = 8192  # elements of a norm's row: of wider ones the backward pass spills registers
 REPEATS = 10
 GAIN = 0.98  # of the other's time: own kernels must take less
 # Relative error in norm beyond which numbers are other ones, by bytes of an element: both ways round differently.

@@ -361,7 +361,7 @@ def triton_found(monkeypatch: pytest.MonkeyPatch) -> None:
             "norms",
             "muP's factor",
         ),
-        ({"model": {"hidden": 32768, "heads": 64}}, "norms", "16,384"),
+        ({"model": {"hidden": 32768, "heads": 64}}, "norms", "8,192"),
         ({"model": {"activation": "gelu"}}, "swiglu", "not SwiGLU"),
         ({"model": {"swiglu_clamp": 1.0}}, "swiglu", "not SwiGLU"),
         ({"precision": {"kind": "bf16", "fp8": "current"}}, "norms swiglu", "FP8"),
