@@ -44,7 +44,6 @@ from megastable.run.run_image import (
     StoredFile,
     fetch_file,
     find_heads,
-    find_image,
     head_name,
     read_plan,
 )
@@ -111,10 +110,11 @@ class Uploader:
         self._lock, self._wake, self._given_up = threading.Lock(), threading.Event(), threading.Event()
         self._view: RunView | None = None
         self._closing = False
-        self._head: tuple[int, RunImage | None] | None = None
-        self._unused = set[str]()  # objects of earlier processes that no image has named yet
+        self._head: int | None = None  # the number of the newest head, once it was looked for
+        self._sent = dict[int, bytes]()  # heads that the store has not acknowledged
+        self._unused = set[str]()  # objects that are there, or may be, and that the newest head does not need
+        self._damaged = set[str]()  # checkpoints that are left out
         self._failing_since, self._notes = 0.0, list[str]()
-        self.uploaded: tuple[int, float] = (0, 0.0)  # bytes and seconds of all uploads
         self._thread = threading.Thread(target=self._run_thread, name="uploads", daemon=True)
         self._thread.start()
 
@@ -179,18 +179,16 @@ class Uploader:
                 self._wake.set()
 
     def _upload(self, view: RunView) -> None:
-        begin_time, present_objects = time.monotonic(), self._store.list_objects(OBJECTS)
+        present_objects = self._store.list_objects(OBJECTS)
         if not self.writes_head:
             for checkpoint_name in view.checkpoints:
                 self._put_checkpoint(checkpoint_name, present_objects)
             return
         if self._head is None:
-            found_image = find_image(self._store)
-            self._head = (max(find_heads(self._store), default=0), found_image[1] if found_image else None)
+            self._head = max(find_heads(self._store), default=0)
             self._unused = set(present_objects)
-        image_files = self._put_records(
-            view, present_objects
-        )  # before what takes long: they are soon replaced
+        # Before what takes long: files of records are soon replaced.
+        image_files = self._put_records(view, present_objects)
         for checkpoint_name in view.checkpoints:
             checkpoint_files = self._put_checkpoint(checkpoint_name, present_objects)
             if (
@@ -210,7 +208,6 @@ class Uploader:
             }
         self._await_others(image_files)
         self._write_head(RunImage(time=round(time.time(), 3), files=image_files))
-        self.uploaded = self.uploaded[0], self.uploaded[1] + time.monotonic() - begin_time
 
     def _put_records(self, view: RunView, present: dict[str, int]) -> Files:
         record_files = dict[str, StoredFile]()
@@ -238,13 +235,15 @@ class Uploader:
         stored_file = StoredFile(size=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
         if present.get(stored_file.key) != stored_file.size:
             self._store.write_object(stored_file.key, content)
-            self._count(stored_file, present)
+            present[stored_file.key] = stored_file.size
         return stored_file
 
     def _put_checkpoint(self, name: str, present: dict[str, int]) -> Files:
         """Upload this host's files of a checkpoint; returns those of all hosts, none of one that has gone or is
         damaged."""
         checkpoint_folder = self._run.checkpoints / name
+        if name in self._damaged:
+            return {}
         try:
             manifest_bytes = (checkpoint_folder / store.MANIFEST).read_bytes()
             file_records = store.read_contents(checkpoint_folder).files
@@ -256,12 +255,9 @@ class Uploader:
                     self._process.upload_file(
                         checkpoint_folder / file_name, stored_file.key, stored_file.xxh3
                     )
-                    self._count(stored_file, present)
-        except (
-            FileNotFoundError,
-            DataError,
-            CheckpointError,
-        ) as error:  # gone, or damaged since it was written
+                    present[stored_file.key] = stored_file.size
+        except (FileNotFoundError, DataError, CheckpointError) as error:
+            # It has gone, or the disk has damaged it.
             if checkpoint_folder.exists():
                 log.warning("%s is not uploaded: %s", name, error)
             return {}
@@ -274,10 +270,6 @@ class Uploader:
         name_match = OF_RANK.match(file)
         owner_rank = int(name_match[1]) % len(self._hosts) if name_match else 0
         return self._hosts[owner_rank] == self._hosts[self._rank]
-
-    def _count(self, stored: StoredFile, present: dict[str, int]) -> None:
-        present[stored.key] = stored.size
-        self.uploaded = self.uploaded[0] + stored.size, self.uploaded[1]
 
     def _await_others(self, files: Files) -> None:
         """Wait for the files of other hosts; upload those that do not come."""
@@ -299,27 +291,32 @@ class Uploader:
                         self._process.upload_file(self._run.root / path, stored.key, stored.xxh3)
                     except FileNotFoundError:
                         raise OutdatedError(f"{path} was deleted before it was uploaded") from None
+                    except DataError as error:
+                        self._damaged.add(path.split("/")[1])
+                        raise OutdatedError(str(error)) from None
             elif self._given_up.wait(2.0):
                 raise StoreError("the run is over")
 
     def _write_head(self, image: RunImage) -> None:
-        assert self._head is not None
-        own_number, image_before = self._head
         head_numbers = find_heads(self._store)
-        if max(head_numbers, default=0) != own_number:
+        newest_number, head_bytes = max(head_numbers, default=0), image.to_sealed_bytes()
+        # A newer one may be our own: the store's answer may be lost, or come late.
+        sent_bytes = self._sent.get(newest_number, b"")
+        is_own = newest_number in (0, self._head)
+        if not is_own and self._store.read_object(head_name(newest_number)) != sent_bytes:
             raise StoreError(
-                f"{self._store.url}/{head_name(head_numbers[-1])} is not of this process: "
-                "another one uploads to the same URL"
+                f"{self._store.url}/{head_name(newest_number)} is not of this process: another one uploads to the same "
+                "URL"
             )
-        self._store.write_object(head_name(own_number + 1), image.to_sealed_bytes())
-        named_before = (
-            {stored.key for stored in image_before.files.values()} if image_before is not None else set()
-        )
-        self._head = own_number + 1, image
+        own_number = max(newest_number, self._head or 0, *self._sent) + 1
         needed_keys = {stored.key for stored in image.files.values()}
+        self._sent[own_number] = head_bytes
+        self._unused |= needed_keys
+        self._store.write_object(head_name(own_number), head_bytes)
+        self._head, self._sent = own_number, {}
         self._store.delete_objects([head_name(old_number) for old_number in head_numbers])
-        self._store.delete_objects(sorted((named_before | self._unused) - needed_keys))
-        self._unused.clear()
+        self._store.delete_objects(sorted(self._unused - needed_keys))
+        self._unused = needed_keys
 
     def _tell_failure(self, error: Exception) -> None:
         if not self._failing_since:

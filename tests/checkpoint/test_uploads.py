@@ -20,7 +20,16 @@ from megastable.checkpoint.store import Contents
 from megastable.checkpoint.uploads import OutdatedError, Uploader, look_at_run, restore_checkpoints
 from megastable.run import run_image
 from megastable.run.directory import RunDirectory
-from megastable.run.run_image import OBJECTS, PLAN, RunImage, StoredFile, find_heads, find_image, read_plan
+from megastable.run.run_image import (
+    HEADS,
+    OBJECTS,
+    PLAN,
+    RunImage,
+    StoredFile,
+    find_heads,
+    find_image,
+    read_plan,
+)
 from tests.distributed import run_ranks
 from tests.patience import until
 
@@ -209,6 +218,13 @@ def test_hosts_share_the_files_and_rank_0_fills_gaps(tmp_path: Path, monkeypatch
     monkeypatch.setattr("megastable.checkpoint.uploads.HELP_SECONDS", 0.0)  # the other host does nothing
     one._upload(look_at_run(run))
     assert read_image(url) == contents_of(run)
+    write_checkpoint(run, 30)
+    (run.checkpoints / "step-30/rank-00003.safetensors").write_bytes(b"damaged")
+    with pytest.raises(OutdatedError):
+        one._upload(look_at_run(run))
+    one._upload(look_at_run(run))
+    image = find_image(ObjectStore(url))
+    assert image is not None and list(image[1].checkpoints) == ["step-20", "step-10"]
     one.finish(0)
     other.finish(0)
 
@@ -275,6 +291,40 @@ def test_a_store_that_fails_is_tried_again_and_said_once(
     notes = uploader.take_notes()
     assert len(notes) == 2 and "503 Slow Down" in notes[0] and "uploaded again" in notes[1]
     assert read_image(url) == contents_of(run) and not uploader.take_notes()
+
+
+def test_an_answer_that_is_lost_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head was written, or an object deleted, and the store's answer did not arrive."""
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    write_checkpoint(run, 10)
+    uploader = Uploader(url, run, ["here"], 0)
+    for name, prefix in (("write_object", HEADS), ("delete_objects", OBJECTS)):
+        real = getattr(ObjectStore, name)
+
+        def lose(
+            self: ObjectStore, key: str | list[str], *rest: bytes, real=real, prefix=prefix, name=name
+        ) -> None:  # type: ignore[no-untyped-def]
+            keys = [key] if isinstance(key, str) else key
+            if name == "write_object":
+                real(self, key, *rest)
+            if any(one.startswith(prefix) for one in keys):
+                monkeypatch.setattr(ObjectStore, name, real)
+                raise StoreError("timed out")
+            if name != "write_object":
+                real(self, key)
+
+        monkeypatch.setattr(ObjectStore, name, lose)
+        add_line(run, name)
+        (run.steps / "0000.parquet").write_bytes(name.encode())
+        with pytest.raises(StoreError, match="timed out"):
+            uploader._upload(look_at_run(run))
+        add_line(run, "later")
+        uploader._upload(look_at_run(run))
+        image = find_image(ObjectStore(url))
+        assert image is not None and read_image(url) == contents_of(run)
+        assert set(ObjectStore(url).list_objects(OBJECTS)) == {f.key for f in image[1].files.values()}
+        assert len(find_heads(ObjectStore(url))) == 1
+    uploader.finish(0)
 
 
 def test_the_end_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
