@@ -19,8 +19,8 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.base.object_store import START_SECONDS, retry
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.order import Order
-from megastable.data.remote_shards import FETCHING, LOCKS, REMOTE, Remote, RemoteShards, sync_file
-from megastable.data.shard_format import hash_file
+from megastable.data.remote_shards import FETCHING, LOCKS, Remote, RemoteShards, sync_file
+from megastable.data.shard_format import REMOTE, hash_file
 
 Int64s = npt.NDArray[np.int64]
 Key = tuple[int, str]  # the number of a stream, and the name of a shard

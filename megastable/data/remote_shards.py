@@ -29,12 +29,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.base.object_store import ObjectStore, StoreError, retry
-from megastable.data.shard_format import ShardInfo, hash_file, with_suffix
+from megastable.data.shard_format import REMOTE, ShardInfo, hash_file, with_suffix
 from megastable.data.shards import Shard
 
 log = logging.getLogger(__name__)
 
-REMOTE, LOCKS, FETCHING = "remote.json", ".locks", ".fetching"
+LOCKS, FETCHING = ".locks", ".fetching"
 OPEN_SHARDS = 8  # per stream: what is open cannot make room
 TRIES = 3  # of a shard whose bytes are wrong: the network may have changed them, the store may hold them so
 
@@ -74,6 +74,11 @@ class RemoteShards:
         if self._store is None:
             self._store = ObjectStore(self.remote.url)
         return self._store
+
+    def check_unlimited(self, reason: str) -> None:
+        """Raise a DataError if not all shards may lie here. reason: they have to."""
+        if self.remote.limit is not None:
+            raise DataError(f"{self.folder}: {reason}, and cache_gib limits how many are here: leave it out")
 
     # Shards
 

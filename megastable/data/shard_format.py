@@ -36,6 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 CODES: dict[int, DType] = {4: "int32", 8: "uint16"}
 SMALL_VOCABULARY = 65_500  # Megatron's rule: uint16 below, int32 from here on
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
+REMOTE = "remote.json"  # in the folder of a corpus in an object store (remote_shards.py)
 CHUNK = 1 << 20  # entries per step when a whole file is written or read
 
 
@@ -162,6 +163,11 @@ def file_sizes(prefix: Path) -> tuple[int, int]:
         try:
             file_status = path.stat()
         except OSError as error:
+            if (path.parent / REMOTE).exists():
+                raise DataError(
+                    f"{path} is not fetched: its corpus is in an object store, {path.parent / REMOTE} says which: "
+                    "this reads files of a folder: copy all of it from there, and name the copy"
+                ) from None
             raise DataError(
                 f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file; restore it, or "
                 "correct the path"

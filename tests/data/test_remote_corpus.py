@@ -24,8 +24,9 @@ from megastable.data.corpora import find_warnings, open_corpora
 from megastable.data.loader import Loader, RankPart
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.remote_corpus import open_remote
-from megastable.data.remote_shards import FETCHING, LOCKS, RemoteShards
+from megastable.data.remote_shards import FETCHING, LOCKS, Remote, RemoteShards
 from megastable.data.shard_format import hash_file
+from megastable.data.shards import Shard
 from megastable.data.skips import Skips
 from tests.data.conftest import MakeCorpus
 from tests.patience import until
@@ -71,6 +72,12 @@ def test_a_remote_corpus_gives_the_tokens_of_the_local_one(original: Path, tmp_p
     assert np.array_equal(first, local.read_tokens(0, 50))
     assert np.array_equal(remote.read_tokens(0, remote.tokens), local.read_tokens(0, local.tokens))
     assert sorted(p.name for p in folder.glob("*.bin")) == sorted(p.name for p in original.glob("*.bin"))
+    (folder / "part-2.bin").unlink()
+    with pytest.raises(DataError, match=r"part-2\.bin is not fetched"):
+        Shard(folder / "part-2")  # as tools do that know folders only
+    with pytest.raises(DataError, match="leave it out"):
+        RemoteShards(folder, Remote(url="s3://a/b", limit=1)).check_unlimited("all are needed")
+    remote.remote.check_unlimited("all are needed")  # type: ignore[union-attr]
     assert not list((folder / FETCHING).iterdir())
 
 

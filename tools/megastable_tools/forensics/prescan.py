@@ -103,7 +103,11 @@ class Lookout:
         if corpus not in self._yardsticks:
             stream = self.source.streams[corpus]
             assert not isinstance(stream, GoneStream)
-            shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
+            if stream.remote is not None:
+                stream.remote.check_unlimited("the scan of text learns from all shards")
+                shards = [stream.open_shard(info.name) for info in stream.manifest.shards]
+            else:
+                shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
             vocabulary = stream.manifest.tokenizer
             lexicon = Lexicon.of_tokenizer(self.library.tokenizer, vocabulary.vocab_size, vocabulary.eod)
             sample = sample_with_keys(shards, document_keys, SAMPLE)
