@@ -39,6 +39,8 @@ ALLOWED: dict[str, str] = {
         _SHARED
     ),
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
+    "tests/training/test_uploads_behind.py::test_a_wiped_run_goes_on_as_one_that_was_not": _END_TO_END,
+    "tests/checkpoint/test_uploads.py::test_an_image_is_the_directory_and_brings_it_back": _END_TO_END,
     "tests/guard/test_sample_examiner.py::test_ranks_name_the_same_samples[as_fsdp-2]": "two ranks import FSDP2",
     "tests/guard/test_loop_guard.py::test_guard_rewinds_on_several_ranks[as_fsdp-2]": "two ranks import FSDP2",
     "tests/guard/test_sample_examiner.py::test_ranks_look_without_a_trace[as_fsdp]": "two ranks import FSDP2",
