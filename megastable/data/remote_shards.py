@@ -112,8 +112,16 @@ class RemoteShards:
                     with suppress(OSError):
                         os.utime(bin_path, ns=(time.time_ns(), bin_path.stat().st_mtime_ns))
                     return lock_descriptor
-                # Not atomic: another process may fetch it first, or remove it after us. So we look again.
-                fcntl.flock(lock_descriptor, fcntl.LOCK_EX)
+                # Never wait for it: whoever fetches the shard first may keep it open to the end of the run. Nor is this
+                # atomic: another process may remove the shard after us. So we look again.
+                try:
+                    fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    fcntl.flock(lock_descriptor, fcntl.LOCK_UN)
+                    time.sleep(
+                        0.01 + threading.get_native_id() % 7 / 1000
+                    )  # two that want it do not meet again
+                    continue
                 if not self.is_here(info):
                     self._fetch(info, stopped)
         except BaseException:

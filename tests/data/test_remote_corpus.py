@@ -168,7 +168,9 @@ def fetch_in_process(folder: Path, name: str, barrier: object, log: Path) -> Non
     ObjectStore.download_file = download  # type: ignore[method-assign]
     barrier.wait()  # type: ignore[attr-defined]
     stream = Stream(folder, Manifest.load_manifest(folder), "train")
-    assert stream.open_shard(name).verify_shard() == stream.describe_shard(name)
+    shard = stream.open_shard(name)
+    barrier.wait()  # type: ignore[attr-defined]  # all have it open at once
+    assert shard.verify_shard() == stream.describe_shard(name)
 
 
 def test_processes_of_a_host_fetch_a_shard_once(original: Path, tmp_path: Path) -> None:
@@ -182,7 +184,8 @@ def test_processes_of_a_host_fetch_a_shard_once(original: Path, tmp_path: Path) 
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(60)
+        process.kill()
         assert process.exitcode == 0
     assert log.read_text().split() == ["part-4.bin", "part-4.idx"]
 
