@@ -38,6 +38,9 @@ ALLOWED: dict[str, str] = {
     "tests/parallel/test_overlapped.py::test_steps_with_messages_beside_the_products_are_the_same_bytes[quick]": (
         _SHARED
     ),
+    "tests/checkpoint/test_shared_reading.py::test_every_file_is_read_once[tp2-dp2-tp2-dp2]": _END_TO_END,
+    "tests/training/test_startup_counts.py::test_few_messages_and_files_before_the_first_step[dp2]": _END_TO_END,
+    "tests/training/test_startup_counts.py::test_a_rank_imports_no_more_than_it_needs": "imports all of a rank",
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
     "tests/training/test_uploads_behind.py::test_a_wiped_run_goes_on_as_one_that_was_not": _END_TO_END,
     "tests/checkpoint/test_uploads.py::test_an_image_is_the_directory_and_brings_it_back": _END_TO_END,

@@ -70,7 +70,8 @@ def tell_all() -> list[Any]:
     return [
         count_messages(answer_three), fail_inside("raised"), fail_inside("found"), fail_on([]), fail_on([1, 2]),
         count_messages(lambda: run_on_all(lambda: rank)), count_messages(lambda: find_difference({"a": 1, "b": "x"})),
-        find_difference({"a": 1, "b": rank == 1}), find_difference({"a": -rank}), count_messages(lambda: run_on_first(lambda: 7)),
+        find_difference({"a": 1, "b": rank == 1}), find_difference({"a": -rank}),
+        count_messages(lambda: run_on_first(lambda: 7)),
     ]  # fmt: skip
 
 

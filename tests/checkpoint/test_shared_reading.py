@@ -126,6 +126,7 @@ def find_good(folder: Path) -> tuple[str, dict[str, str]]:
     return "" if held is None else held.folder.name, rejected
 
 
+@pytest.mark.quick("rank-00001.safetensors")
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00000.json", "state.json"])
 def test_the_failure_of_one_reader_is_everybodys(name: str, saved: Any, tmp_path: Path) -> None:
     for step in (1, 2):
