@@ -59,8 +59,7 @@ class Trainer:
         c, order = start.config, start.order
         self.config, self.run, self.log, self.stop, self.heart = c, start.run, start.log, stop, heart
         self.order, self.engine = order, start.engine
-        self.checkpoints, self.state = start.checkpoints, start.state
-        self.stopping = False
+        self.checkpoints, self.state, self.stopping = start.checkpoints, start.state, False
         with ExitStack() as closing:
             peak, source = find_peak(c, self.engine)
             self.log.say_line(introduce_run(c, self.engine, self.run.root, peak, source))
@@ -76,8 +75,7 @@ class Trainer:
             self.evaluation = Evaluation.for_run(
                 self.engine, order.corpora.held_out, c.train, start.layout.samples, start.make_whole_loader
             )
-            # Of a shorter run in this directory.
-            run_on_first(lambda: self.run.summary.unlink(missing_ok=True))
+            run_on_first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run here
             run_on_first(heart.skips.begin_to_read)
             loader = start.make_loader(order.source, order.select_samples(), self.state.cursor)
             closing.callback(loader.close)

@@ -80,8 +80,8 @@ class Engine:
                     "drift apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
-        # Measured by one rank, so that all choose alike.
-        self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device))
+        if self.kernels.elementwise:  # measured by one rank, so that all choose alike
+            self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device))
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
         with silence_stdout():
             module = build_model(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)

@@ -73,6 +73,11 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
             raise ConfigError(
                 f"run.dir={made_run.root} cannot be written to: {error}: make room, or use another"
             ) from None
+        plan_path = made_run.checkpoints / PLAN
+        if config.checkpoint.upload is None and plan_path.exists():
+            raise CheckpointError(
+                f"{plan_path}: this run's checkpoints are still in an object store: give its checkpoint.upload again"
+            )
         return made_run.root, token
 
     def see() -> None:
@@ -91,7 +96,8 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     root, theirs = run_on_first(make)
     run_on_all(see)
     run = config.run.model_copy(update={"dir": root})
-    _fetch_checkpoints(config, RunDirectory(root))
+    if config.checkpoint.upload is not None:  # those that a run which was brought back lacks
+        restore_checkpoints(RunDirectory(root), config.checkpoint.upload)
     # Rank 0 keeps the object that holds the lock.
     return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
 
@@ -102,19 +108,6 @@ def _restore_run(config: RunConfig, supervised: bool) -> None:
     url, root = config.checkpoint.upload, config.run.dir
     if url is not None and root is not None and not supervised:
         run_on_first(lambda: restore_records(root, url, partial(print, flush=True)))
-
-
-def _fetch_checkpoints(config: RunConfig, run: RunDirectory) -> None:
-    """Fetch the checkpoints that a run which was brought back lacks. Collective. Raises CheckpointError."""
-    plan_path = run.checkpoints / PLAN
-    if config.checkpoint.upload is not None:
-        restore_checkpoints(run, config.checkpoint.upload)
-    elif run_on_first(plan_path.exists):
-        raise mark_collective(
-            CheckpointError(
-                f"{plan_path}: this run's checkpoints are still in an object store: give its checkpoint.upload again"
-            )
-        )
 
 
 def open_data(config: RunConfig, supervised: bool = False) -> tuple[RunConfig, Corpora]:

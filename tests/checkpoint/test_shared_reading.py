@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2-dp2": (4, {"tensor": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
+    "pp2": (2, {"pipeline": 2}),
     "tp4": (4, {"tensor": 4}),
     "dp2-zero3": (2, {"zero": 3}),
 }
@@ -37,6 +38,7 @@ MODEL = {"kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks m
 PAIRS = [
     ("dp2", "dp2"), ("tp2-dp2", "tp2-dp2"), ("pp2-dp2", "pp2-dp2"), ("dp2-zero3", "dp2-zero3"),
     ("tp2-dp2", "dp2"), ("dp2", "tp2-dp2"), ("pp2-dp2", "tp4"), ("tp4", "pp2-dp2"),
+    ("dp2", "pp2"),
 ]  # fmt: skip
 
 
