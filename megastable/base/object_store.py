@@ -7,6 +7,8 @@ are those of the client's own environment (AWS_ENDPOINT_URL, AWS_PROFILE, ...), 
 from __future__ import annotations
 
 import logging
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,10 @@ T = TypeVar("T")
 LONGEST_PAUSE = 30.0  # seconds between two tries
 SAID_EVERY = 60.0  # seconds between two warnings about the same wait
 START_SECONDS = 60.0  # a start waits so long for a store; a run that trains waits for as long as it takes
+
+# Packages that draw from Python's random numbers, whose state is part of every checkpoint, when they wait or retry.
+CLIENTS = ("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "s3fs")
+_own_random = random.Random()
 
 # What threads of this process wait for, by thread. Also before a request has failed: a store that hangs says nothing
 # for a minute.
@@ -98,9 +104,12 @@ class ObjectStore:
             raise ConfigError(f"{url}: object stores need fsspec: pip install 'megastable[store]'") from None
         scheme = url.partition("://")[0]
         # Listings change behind our back; a local folder, unlike a bucket, needs its subfolders made.
-        client_options = (
-            {"auto_mkdir": True} if scheme in ("file", "local") else {"use_listings_cache": False}
-        )
+        client_options: dict[str, Any] = {"use_listings_cache": False}
+        if scheme in ("file", "local"):
+            client_options = {"auto_mkdir": True}
+        elif scheme in ("s3", "s3a"):
+            # The other modes bind Python's random numbers where `give_own_random` does not reach.
+            client_options |= {"config_kwargs": {"retries": {"mode": "legacy"}}}
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **client_options)
         except ImportError as error:
@@ -110,6 +119,7 @@ class ObjectStore:
         except Exception as error:  # every client has its own errors
             raise ConfigError(f"{url} is not a URL that fsspec knows: {_in_a_line(error)}") from None
         self._root = self._root.rstrip("/")
+        give_own_random()
 
     def read_object(self, key: str) -> bytes:
         """The bytes of an object."""
@@ -172,6 +182,13 @@ class ObjectStore:
             raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
         except Exception as error:  # a client raises what it likes
             raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
+
+
+def give_own_random() -> None:
+    """Have the clients draw from random numbers of their own: a run has the same bytes with and without a store."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in CLIENTS and getattr(module, "random", None) is random:
+            module.random = _own_random  # type: ignore[attr-defined]
 
 
 def _in_a_line(error: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -350,6 +351,14 @@ def test_an_outage_is_waited_for_and_said(
     assert np.array_equal(found[0], Stream(original, stream.manifest, "train").read_tokens(0, 40))
     assert not object_store.describe_wait()
     assert "waiting for" in caplog.text and "no longer waiting" in caplog.text
+
+
+def test_clients_draw_from_random_numbers_of_their_own() -> None:
+    connector = pytest.importorskip("aiohttp.connector")
+    ObjectStore("memory://bucket")
+    before = random.getstate()
+    connector.random.shuffle(list(range(9)))
+    assert random.getstate() == before
 
 
 def test_a_wait_ends_when_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
