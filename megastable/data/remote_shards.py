@@ -60,10 +60,10 @@ class RemoteShards:
     def find_remote(cls, folder: Path) -> RemoteShards | None:
         """That of a folder; None if the folder is a corpus by itself. Raises DataError for a broken remote.json."""
         remote_path = folder / REMOTE
+        if not remote_path.exists():
+            return None
         try:
             return cls(folder, Remote.model_validate_json(remote_path.read_bytes()))
-        except FileNotFoundError:
-            return None
         except (OSError, ValidationError) as error:
             raise DataError(
                 f"{remote_path} cannot be used ({error}): delete {folder}, it is fetched again"
