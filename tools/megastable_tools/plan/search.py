@@ -9,7 +9,8 @@ and by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py
 prunes what cannot be better: a ring that writes its scores out,
 a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
 parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
-models its fewer messages are faster). Chunks of `parallel.tensor_overlap` are chosen for each plan that fits.
+models its fewer messages are faster). Chunks of `parallel.tensor_overlap` are chosen for those that fit and may become
+the fastest of their tensor x pipeline by them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from math import gcd, isqrt
+from math import gcd, inf, isqrt
 from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -155,7 +156,7 @@ def search_layouts(
     nearest_plan: LayoutPlan | None = None
     for found in _judged(config, gpus, cluster, [config.precision.fp8] if precisions is None else precisions):
         if found.fits:
-            fitting_plans.append(_choose_chunks(found))
+            fitting_plans.append(found)
         elif nearest_plan is None or found.left > nearest_plan.left:
             nearest_plan = found
     own_choice = Choice.of(config)
@@ -165,7 +166,23 @@ def search_layouts(
         changed_count = sum(a != b for a, b in zip(Choice.of(found.config), own_choice, strict=True))
         return found.time.seconds, changed_count, -found.left
 
-    return SearchResult(gpus, tuple(sorted(fitting_plans, key=order)), nearest_plan)
+    return SearchResult(gpus, tuple(sorted(_cut_messages(fitting_plans), key=order)), nearest_plan)
+
+
+def _cut_messages(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """The plans, in chunks of `parallel.tensor_overlap` those that may become the fastest of their tensor x pipeline:
+    they would be if nothing of tensor parallelism were left."""
+    cut_plans, best_seconds = list[LayoutPlan](), dict[tuple[object, ...], float]()
+    for layout_plan in sorted(plans, key=lambda plan: plan.time.seconds):
+        layout, step = layout_plan.layout, layout_plan.time
+        passes = 1 + (layout.pipeline - 1) / layout_plan.accumulation  # also while the pipeline fills and drains
+        least_seconds = step.seconds - step.parts.get("tensor", 0.0) * passes
+        group = layout.tensor, layout.pipeline, layout_plan.config.precision.fp8, layout_plan.tight
+        if least_seconds < best_seconds.get(group, inf):
+            layout_plan = _choose_chunks(layout_plan)
+            best_seconds[group] = min(layout_plan.time.seconds, best_seconds.get(group, inf))
+        cut_plans.append(layout_plan)
+    return cut_plans
 
 
 def _choose_chunks(found: LayoutPlan) -> LayoutPlan:
