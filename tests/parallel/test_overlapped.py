@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megastable.base.products import linear, multiply_batch, multiply_parts, multiply_rows
+from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
+from megastable.fp8 import emulated
 from megastable.parallel import mappings, overlapped
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import enter_tensor_region, leave_tensor_region
@@ -158,11 +160,15 @@ def trace_passes(chunks: int, gathers_again: bool, sequence: bool) -> dict[str, 
         for name, of in (("y", "multiply_rows"), ("part", "multiply_parts"), ("dx", "differentiate_input"),
                          ("dw", "differentiate_weight")):  # fmt: skip
             patch.setattr(overlapped, of, trace_product(name, getattr(overlapped, of)))
-        for layer in ("column", "row"):
-            if layer == "row" and chunks == 1:
-                continue
-            multiply = overlapped.enter_and_multiply if layer == "column" else overlapped.multiply_and_leave
-            length = 8 // (2 if sequence and layer == "column" else 1)
+        patch.setattr(emulated, "multiply_quantized", trace_product("product", emulated.multiply_quantized))
+        quantize = emulated.Current(emulated.choose_formats(Fp8Config()))
+        layers: dict[str, Any] = {
+            "column": overlapped.enter_and_multiply, "row": overlapped.multiply_and_leave,
+            "FP8": lambda x, w, tp: emulated.Product("", quantize, lambda: True, tp=tp)(x, w),
+        }  # fmt: skip
+        for layer in ("column", "row") if chunks > 1 else ("column", "FP8"):
+            multiply = layers[layer]
+            length = 8 // (2 if sequence and layer != "row" else 1)
             x = torch.randn(length, 1, 4, requires_grad=True)
             w = torch.randn(4, 4, requires_grad=True)
             for when in ("forward", "backward"):
@@ -198,9 +204,19 @@ def test_every_message_is_under_way_while_something_is_multiplied() -> None:
     kept = ["dx", "scatter 1", "dw", "scatter 1 over"]
     row = {"row forward": OUT_IN_SLICES, "row backward": [*IN_SLICES, "dw"]}
     for plain, whole_kept, whole, sliced, sliced_kept in run_ranks(2, trace_all):
+        in_fp8 = [
+            {name: found.pop(f"FP8 {name}") for name in ("forward", "backward")}
+            for found in (plain, whole_kept, whole)
+        ]
         assert plain == {"column forward": ["y"], "column backward": ["dx", "sum 1", "dw", "sum 1 over"]}
         assert whole_kept == {"column forward": ["gather 1", "y"], "column backward": kept}
         assert whole == {"column forward": ["gather 1", "y"], "column backward": again}
+        for of_fp8, of_column in zip(in_fp8, (plain, whole_kept, whole), strict=True):
+            for name, events in of_fp8.items():
+                same_events = [
+                    "product" if e in ("y", "dx", "dw") else e for e in of_column[f"column {name}"]
+                ]
+                assert events == same_events
         assert sliced == {"column forward": IN_SLICES, "column backward": again} | row
         assert sliced_kept == {"column forward": IN_SLICES, "column backward": kept} | row
 
