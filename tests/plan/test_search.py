@@ -144,6 +144,23 @@ def test_critical_stages_hold_the_tightest(
     assert set(search.critical_stages(tuple(stage_bounds(config)))) <= set(range(stages))
 
 
+def test_zero_bubble_is_tightest_on_a_late_stage() -> None:
+    """Stage 6 of 8 keeps what the weight gradients of 7 micro-batches need."""
+    given = ["model.vocab_size=128000", "parallel.schedule=zero_bubble"]
+    config = recipe.load_recipe(ROOT / "launch/recipes/70b.yaml", given)
+    plan = search.plan_layout(config, 512, H100)
+    every = list_footprints(config, plan.layout)
+    assert plan.tightest.total == max(f.total for f in every)
+    assert plan.tightest.stage == 6 and plan.tightest.peak == "end"
+    blocks = stage_bounds(config)[7] - stage_bounds(config)[6]
+    inputs = 2 * 8192 // 8 + 8192 // 8 + 28672 // 8  # two shards, and of this rank's heads and SwiGLU
+    outputs = (8192 + 2 * 1024) // 8 + 2 * 28672 // 8 + 2 * 8192
+    kept = [
+        i.bytes for i in plan.tightest.items if i.name == "deferred weight gradients" and "end" in i.phases
+    ]
+    assert kept == [2 * 8192 * (inputs + outputs) * blocks * 7]
+
+
 # What to do where it does not fit
 
 
