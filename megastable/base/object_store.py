@@ -48,6 +48,16 @@ def describe_wait() -> str:
     return next(iter(list(_awaited.values())), "")
 
 
+@contextmanager
+def say_wait(what: str) -> Iterator[None]:
+    """This thread waits for something in a store, which another process may be fetching."""
+    _awaited[threading.get_ident()] = what
+    try:
+        yield
+    finally:
+        _awaited.pop(threading.get_ident(), "")
+
+
 def retry(
     action: Callable[[], T], what: str, seconds: float = float("inf"), stopped: threading.Event | None = None
 ) -> T:

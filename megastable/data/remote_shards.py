@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.base.object_store import ObjectStore, StoreError, retry
+from megastable.base.object_store import ObjectStore, StoreError, retry, say_wait
 from megastable.data.shard_format import REMOTE, ShardInfo, hash_file, with_suffix
 from megastable.data.shards import Shard
 
@@ -105,7 +105,8 @@ class RemoteShards:
         lock_descriptor = self._open_lock(info.name)
         try:
             while True:
-                fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
+                with say_wait(f"{self.remote.url}/{info.name}"):  # by another process of this host
+                    fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
                 if self.is_here(info):
                     bin_path = with_suffix(self.folder / info.name, ".bin")
                     # The access time says when it was opened last; the other one, whether it was written since.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing as mp
 import os
 import random
@@ -351,6 +352,20 @@ def test_an_outage_is_waited_for_and_said(
     assert np.array_equal(found[0], Stream(original, stream.manifest, "train").read_tokens(0, 40))
     assert not object_store.describe_wait()
     assert "waiting for" in caplog.text and "no longer waiting" in caplog.text
+
+
+def test_a_shard_that_another_process_fetches_is_waited_for_and_said(original: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    open_remote(folder, f"file://{original}", None)
+    stream = Stream(folder, Manifest.load_manifest(folder), "train")
+    lock = (folder / LOCKS / "part-0").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    reader = threading.Thread(target=stream.read_tokens, args=(0, 9))
+    reader.start()
+    until(lambda: "part-0" in object_store.describe_wait())
+    lock.close()
+    reader.join(60)
+    assert not reader.is_alive() and not object_store.describe_wait()
 
 
 def test_clients_draw_from_random_numbers_of_their_own() -> None:
