@@ -277,27 +277,33 @@ class Supply:
     def _exchange(self) -> None:
         """One round: all ranks of the group ask each other for bytes, and answer."""
         self._open -= 1
-        wanted = self._rounds.popleft() if self._rounds else []
-        holders = np.array([self._places[self._holders[name]] for name, _, _ in wanted], np.int64)
+        wanted_parts = self._rounds.popleft() if self._rounds else []
+        holders = np.array([self._places[self._holders[name]] for name, _, _ in wanted_parts], np.int64)
         by_holder = np.argsort(holders, kind="stable")
-        numbers = [(self._names.index(name), begin, end) for name, begin, end in wanted]
-        questions = torch.tensor(numbers, dtype=torch.int64).view(-1, 3)[torch.from_numpy(by_holder)]
-        asked = [int(count) for count in np.bincount(holders, minlength=len(self._places))]
-        counts = self._all_to_all(torch.tensor(asked), [1] * len(asked), [1] * len(asked)).tolist()
-        requests = self._all_to_all(
-            questions.flatten(), [3 * n for n in asked], [3 * n for n in counts]
+        asked_numbers = [(self._names.index(name), begin, end) for name, begin, end in wanted_parts]
+        own_questions = torch.tensor(asked_numbers, dtype=torch.int64).view(-1, 3)[
+            torch.from_numpy(by_holder)
+        ]
+        asked_counts = [int(count) for count in np.bincount(holders, minlength=len(self._places))]
+        question_counts = self._all_to_all(
+            torch.tensor(asked_counts), [1] * len(asked_counts), [1] * len(asked_counts)
+        ).tolist()
+        received_questions = self._all_to_all(
+            own_questions.flatten(), [3 * n for n in asked_counts], [3 * n for n in question_counts]
         ).view(-1, 3)
-        answers = [self._own[self._names[number]][begin:end] for number, begin, end in requests.tolist()]
-        sent, awaited = (
+        own_answers = [
+            self._own[self._names[number]][begin:end] for number, begin, end in received_questions.tolist()
+        ]
+        sent_sizes, awaited_sizes = (
             [int(part.sum()) for part in (of[:, 2] - of[:, 1]).split(by_rank)]
-            for of, by_rank in ((requests, counts), (questions, asked))
+            for of, by_rank in ((received_questions, question_counts), (own_questions, asked_counts))
         )
-        message = torch.cat(answers) if answers else torch.empty(0, dtype=torch.uint8)
-        received = self._all_to_all(message, sent, awaited).split(
-            (questions[:, 2] - questions[:, 1]).tolist()
+        answer_bytes = torch.cat(own_answers) if own_answers else torch.empty(0, dtype=torch.uint8)
+        received_parts = self._all_to_all(answer_bytes, sent_sizes, awaited_sizes).split(
+            (own_questions[:, 2] - own_questions[:, 1]).tolist()
         )
-        places = dict(zip(by_holder.tolist(), received, strict=True))
-        self._received.extend(places[place] for place in range(len(wanted)))
+        part_places = dict(zip(by_holder.tolist(), received_parts, strict=True))
+        self._received.extend(part_places[place] for place in range(len(wanted_parts)))
 
     def _all_to_all(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"

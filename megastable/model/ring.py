@@ -50,18 +50,25 @@ def list_products(
 
     Of every query's products that with its own chunk is the first, in which it sees at least itself.
     """
-    own_chunks, other_chunks = (find_own_tokens(length, ranks, of, ring=True) for of in (rank, source))
-    products = []
-    for query, own_chunk in enumerate(own_chunks):
-        for key, other_chunk in reversed(list(enumerate(other_chunks))):
-            farthest, nearest = own_chunk[-1] - other_chunk[0], own_chunk[0] - other_chunk[-1]
-            if farthest < 0 or (window is not None and nearest >= window):
-                continue
-            is_cut = window is not None and farthest >= window
-            products.append(
-                ChunkProduct(query, key, own_chunk[0], other_chunk[0], own_chunk == other_chunk, is_cut)
+    own_chunks, other_chunks = (
+        find_own_tokens(length, ranks, one_rank, ring=True) for one_rank in (rank, source)
+    )
+    kept_products = []
+    for query_chunk, own_chunk in enumerate(own_chunks):
+        for key_chunk, other_chunk in reversed(list(enumerate(other_chunks))):
+            farthest_distance, nearest_distance = (
+                own_chunk[-1] - other_chunk[0],
+                own_chunk[0] - other_chunk[-1],
             )
-    return products
+            if farthest_distance < 0 or (window is not None and nearest_distance >= window):
+                continue
+            is_cut = window is not None and farthest_distance >= window
+            kept_products.append(
+                ChunkProduct(
+                    query_chunk, key_chunk, own_chunk[0], other_chunk[0], own_chunk == other_chunk, is_cut
+                )
+            )
+    return kept_products
 
 
 def _rows(x: Tensor, keys: int) -> Tensor:
@@ -72,13 +79,15 @@ def _rows(x: Tensor, keys: int) -> Tensor:
 def _logits(q: Tensor, k: Tensor, allowed: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor | None]:
     """Logits [b, k, g, m, n], -inf where they are not allowed, and the derivatives of capped ones. allowed:
     broadcastable to that shape."""
-    z = (_rows(q, k.shape[1]) @ k.mT).unflatten(2, (-1, q.shape[2])).mul_(scores.score_factor(q.shape[-1]))
-    slopes = None
+    capped_logits = (
+        (_rows(q, k.shape[1]) @ k.mT).unflatten(2, (-1, q.shape[2])).mul_(scores.score_factor(q.shape[-1]))
+    )
+    cap_slopes = None
     if scores.cap is not None:
-        z.div_(scores.cap).tanh_()
-        slopes = 1 - z * z
-        z.mul_(scores.cap)
-    return z.masked_fill_(~allowed, -math.inf), slopes
+        capped_logits.div_(scores.cap).tanh_()
+        cap_slopes = 1 - capped_logits * capped_logits
+        capped_logits.mul_(scores.cap)
+    return capped_logits.masked_fill_(~allowed, -math.inf), cap_slopes
 
 
 def _attend(
@@ -86,53 +95,65 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone: [b, q, m, d], and the log-sum-exp of the logits, [b, q, m]; 0 and -inf where none
     is allowed. Written out."""
-    z, _ = _logits(q, k, allowed, scores)
-    lse = z.logsumexp(-1)
-    weights = z.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp_()
-    return (weights.flatten(2, 3) @ v).view_as(q), lse.flatten(1, 2)
+    masked_logits, _ = _logits(q, k, allowed, scores)
+    log_sums = masked_logits.logsumexp(-1)
+    key_weights = masked_logits.sub_(log_sums.clamp_min(torch.finfo(log_sums.dtype).min)[..., None]).exp_()
+    return (key_weights.flatten(2, 3) @ v).view_as(q), log_sums.flatten(1, 2)
 
 
 def _attend_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, shift: Tensor, allowed: Tensor, scores: AttentionScores
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v. lse: of all keys; shift: sum(dy y), [b, q, m]."""
-    z, slopes = _logits(q, k, allowed, scores)
-    group_shape = z.shape[:-1]
-    weights = z.sub_(lse.view(group_shape)[..., None]).exp_()
+    masked_logits, cap_slopes = _logits(q, k, allowed, scores)
+    group_shape = masked_logits.shape[:-1]
+    key_weights = masked_logits.sub_(lse.view(group_shape)[..., None]).exp_()
     q_rows, dy_rows = _rows(q, k.shape[1]), _rows(dy, k.shape[1])
-    dv = weights.flatten(2, 3).mT @ dy_rows
-    dz = weights.mul_((dy_rows @ v.mT).view_as(weights).sub_(shift.view(group_shape)[..., None]))
-    if slopes is not None:
-        dz.mul_(slopes)
-    dz_rows = dz.mul_(scores.score_factor(q.shape[-1])).flatten(2, 3)
-    return (dz_rows @ k).view_as(q), dz_rows.mT @ q_rows, dv
+    value_gradient = key_weights.flatten(2, 3).mT @ dy_rows
+    logit_gradient = key_weights.mul_(
+        (dy_rows @ v.mT).view_as(key_weights).sub_(shift.view(group_shape)[..., None])
+    )
+    if cap_slopes is not None:
+        logit_gradient.mul_(cap_slopes)
+    dz_rows = logit_gradient.mul_(scores.score_factor(q.shape[-1])).flatten(2, 3)
+    return (dz_rows @ k).view_as(q), dz_rows.mT @ q_rows, value_gradient
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`_attend` by FlashAttention-2's kernel, to all keys or to those up to the query's own."""
-    aten: Any = torch.ops.aten
+    aten_ops: Any = torch.ops.aten
     if q.device.type == "cpu":
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        y, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        attended_values, log_sums = aten_ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
     else:
-        y, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return y, lse
+        attended_values, log_sums, *_ = aten_ops._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return attended_values, log_sums
 
 
 def _flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`_attend_backward` by FlashAttention-2's kernel. y: attention to all keys."""
-    aten, (keys, groups) = torch.ops.aten, (k.shape[1], q.shape[1] // k.shape[1])
+    aten_ops, (key_heads, group_size) = torch.ops.aten, (k.shape[1], q.shape[1] // k.shape[1])
     if q.device.type == "cpu":
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        of_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        k, v = (x.repeat_interleave(group_size, 1) for x in (k, v))
+        of_cpu: Any = aten_ops._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = of_cpu(dy, q, k, v, y, lse, 0.0, causal, scale=scale)
-        return dq, dk.unflatten(1, (keys, groups)).sum(2), dv.unflatten(1, (keys, groups)).sum(2)
-    of_gpu: Any = aten._scaled_dot_product_flash_attention_backward
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, of dropout
-    lengths = None, None, q.shape[2], k.shape[2]
-    dq, dk, dv = of_gpu(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, unused, unused, scale=scale)
+        return (
+            dq,
+            dk.unflatten(1, (key_heads, group_size)).sum(2),
+            dv.unflatten(1, (key_heads, group_size)).sum(2),
+        )
+    of_gpu: Any = aten_ops._scaled_dot_product_flash_attention_backward
+    unused_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, of dropout
+    sequence_lengths = None, None, q.shape[2], k.shape[2]
+    dq, dk, dv = of_gpu(
+        dy, q, k, v, y, lse.contiguous(), *sequence_lengths, 0.0, causal, unused_state, unused_state, scale=scale
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -169,15 +190,17 @@ class _Pass:
         """Parts of a chunk's queries, and which keys they see: bool [b or 1, 1, 1, part, n]."""
         at_a_time = max(1, ELEMENTS // (q.shape[0] * q.shape[1] * self.chunk))
         key_positions = torch.arange(product.first_key, product.first_key + self.chunk, device=q.device)
-        for begin in range(0, self.chunk, at_a_time):
-            part = slice(begin, min(begin + at_a_time, self.chunk))
-            query_positions = torch.arange(part.start, part.stop, device=q.device) + product.first_query
-            allowed = self.scores.make_mask(query_positions, key_positions)[None]
+        for first_row in range(0, self.chunk, at_a_time):
+            part_rows = slice(first_row, min(first_row + at_a_time, self.chunk))
+            query_positions = (
+                torch.arange(part_rows.start, part_rows.stop, device=q.device) + product.first_query
+            )
+            allowed_keys = self.scores.make_mask(query_positions, key_positions)[None]
             if self.segments is not None:
-                allowed = allowed & (
+                allowed_keys = allowed_keys & (
                     self.segments[:, query_positions, None] == self.segments[:, None, key_positions]
                 )
-            yield part, allowed[:, None, None]
+            yield part_rows, allowed_keys[:, None, None]
 
     def is_fused(self, product: ChunkProduct) -> bool:
         return self.fused and not product.cut
@@ -186,19 +209,22 @@ class _Pass:
         if self.is_fused(product):
             return _flash(q, k, v, product.causal, self.scale)
         q, k, v = (x.to(self.wide) for x in (q, k, v))
-        split = self.split_queries(product, q)
-        parts = [_attend(q[:, :, part], k, v, allowed, self.scores) for part, allowed in split]
-        y, lse = (torch.cat(of, 2) for of in zip(*parts, strict=True))
-        return y, lse
+        query_parts = self.split_queries(product, q)
+        part_results = [
+            _attend(q[:, :, part_rows], k, v, allowed_keys, self.scores)
+            for part_rows, allowed_keys in query_parts
+        ]
+        attended_values, log_sums = (torch.cat(of_parts, 2) for of_parts in zip(*part_results, strict=True))
+        return attended_values, log_sums
 
     def find_highest(self, product: ChunkProduct, q: Tensor, k: Tensor) -> Tensor:
         """The largest logit of every head before a cap, [q]."""
-        split, uncapped = self.split_queries(product, q), self.scores._replace(cap=None)
-        parts = [
-            _logits(q[:, :, part], k, allowed, uncapped)[0].amax((0, 3, 4)).flatten()
-            for part, allowed in split
+        query_parts, uncapped_scores = self.split_queries(product, q), self.scores._replace(cap=None)
+        part_highest = [
+            _logits(q[:, :, part_rows], k, allowed_keys, uncapped_scores)[0].amax((0, 3, 4)).flatten()
+            for part_rows, allowed_keys in query_parts
         ]
-        return torch.stack(parts).amax(0)
+        return torch.stack(part_highest).amax(0)
 
     def attend_backward(
         self, product: ChunkProduct, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
@@ -206,11 +232,13 @@ class _Pass:
         if self.is_fused(product):
             return _flash_backward(dy, q, k, v, y, lse, product.causal, self.scale)
         dy, q, k, v, y = (x.to(self.wide) for x in (dy, q, k, v, y))
-        shift, dk, dv, dq_parts = (dy * y).sum(-1), torch.zeros_like(k), torch.zeros_like(v), []
-        for part, allowed in self.split_queries(product, q):
-            part_gradient, part_queries, part_lse, part_shift = (x[:, :, part] for x in (dy, q, lse, shift))
+        row_shifts, dk, dv, dq_parts = (dy * y).sum(-1), torch.zeros_like(k), torch.zeros_like(v), []
+        for part_rows, allowed_keys in self.split_queries(product, q):
+            part_gradient, part_queries, part_lse, part_shift = (
+                x[:, :, part_rows] for x in (dy, q, lse, row_shifts)
+            )
             dq, dk_part, dv_part = _attend_backward(
-                part_gradient, part_queries, k, v, part_lse, part_shift, allowed, self.scores
+                part_gradient, part_queries, k, v, part_lse, part_shift, allowed_keys, self.scores
             )
             dq_parts.append(dq)
             dk.add_(dk_part)
@@ -229,28 +257,45 @@ def _forward(
     scale: float | None, cap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output [b, q, 2 m, d], log-sum-exps [b, q, 2 m] in fp32, and the largest logits [q] in fp32, or none."""
-    ring = _Pass(q, segments, group, fused, AttentionScores(scale, cap, window))
-    q_given, q = q, q.to(ring.dtype)
+    ring_pass = _Pass(q, segments, group, fused, AttentionScores(scale, cap, window))
+    q_given, q = q, q.to(ring_pass.dtype)
     kv = torch.stack((k, v))
-    y, lse = q.new_zeros(q.shape, dtype=ring.wide), q.new_full(q.shape[:3], -math.inf, dtype=ring.wide)
-    highest = q.new_full((q.shape[1] if watched else 0,), -math.inf, dtype=torch.float32)
-    for turn in range(ring.size):
+    y, lse = (
+        q.new_zeros(q.shape, dtype=ring_pass.wide),
+        q.new_full(q.shape[:3], -math.inf, dtype=ring_pass.wide),
+    )
+    highest_logits = q.new_full((q.shape[1] if watched else 0,), -math.inf, dtype=torch.float32)
+    for turn_number in range(ring_pass.size):
         # On their way while this turn's products are computed.
-        coming = begin_shift(kv, ring.group) if turn + 1 < ring.size else None
-        k, v = kv.to(ring.dtype)
-        for product in ring.list_products((ring.rank - turn) % ring.size):
-            own_queries, keys = ring.half(q, product.query), ring.half(k, product.key)
-            part, part_lse = ring.attend(product, own_queries, keys, ring.half(v, product.key))
+        next_kv = begin_shift(kv, ring_pass.group) if turn_number + 1 < ring_pass.size else None
+        k, v = kv.to(ring_pass.dtype)
+        for chunk_product in ring_pass.list_products((ring_pass.rank - turn_number) % ring_pass.size):
+            own_queries, own_keys = (
+                ring_pass.half(q, chunk_product.query),
+                ring_pass.half(k, chunk_product.key),
+            )
+            part_result, part_lse = ring_pass.attend(
+                chunk_product, own_queries, own_keys, ring_pass.half(v, chunk_product.key)
+            )
             # Finite from the first product on, as a query sees itself there.
-            held, held_lse = ring.half(y, product.query), ring.half(lse, product.query)
-            total = torch.logaddexp(held_lse, part_lse)
-            held.mul_((held_lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
-            held_lse.copy_(total)
+            held_part, held_lse = (
+                ring_pass.half(y, chunk_product.query),
+                ring_pass.half(lse, chunk_product.query),
+            )
+            total_lse = torch.logaddexp(held_lse, part_lse)
+            held_part.mul_((held_lse - total_lse).exp_()[..., None]).add_(
+                part_result * (part_lse - total_lse).exp_()[..., None]
+            )
+            held_lse.copy_(total_lse)
             if watched:
-                torch.maximum(highest, ring.find_highest(product, own_queries, keys).float(), out=highest)
-        if coming is not None:
-            kv = coming()
-    return _like_stream(q_given).copy_(y), lse, highest
+                torch.maximum(
+                    highest_logits,
+                    ring_pass.find_highest(chunk_product, own_queries, own_keys).float(),
+                    out=highest_logits,
+                )
+        if next_kv is not None:
+            kv = next_kv()
+    return _like_stream(q_given).copy_(y), lse, highest_logits
 
 
 def _backward(
@@ -258,38 +303,40 @@ def _backward(
     fused: bool, scale: float | None, cap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, given that of y."""
-    ring = _Pass(q, segments, group, fused, AttentionScores(scale, cap, window))
-    given, kv = (q, k, v), torch.stack((k, v))
-    dy, q, y = (x.to(ring.dtype) for x in (dy, q, y))
-    dq = q.new_zeros(q.shape, dtype=ring.wide)
-    own_sums = travelling = None
-    for turn in range(ring.size):
-        coming = begin_shift(kv, ring.group) if turn + 1 < ring.size else None
-        sums = torch.zeros(kv.shape, dtype=ring.wide, device=kv.device)
-        k, v = kv.to(ring.dtype)
-        for product in ring.list_products((ring.rank - turn) % ring.size):
-            of_queries = [ring.half(x, product.query) for x in (y, lse)]
-            own_gradient, own_queries = (ring.half(x, product.query) for x in (dy, q))
-            of_keys = [ring.half(x, product.key) for x in (k, v)]
-            part, dk, dv = ring.attend_backward(product, own_gradient, own_queries, *of_keys, *of_queries)
-            ring.half(dq, product.query).add_(part)
-            ring.half(sums[0], product.key).add_(dk)
-            ring.half(sums[1], product.key).add_(dv)
+    ring_pass = _Pass(q, segments, group, fused, AttentionScores(scale, cap, window))
+    given_inputs, kv = (q, k, v), torch.stack((k, v))
+    dy, q, y = (x.to(ring_pass.dtype) for x in (dy, q, y))
+    dq = q.new_zeros(q.shape, dtype=ring_pass.wide)
+    own_sums = travelling_sums = None
+    for turn_number in range(ring_pass.size):
+        next_kv = begin_shift(kv, ring_pass.group) if turn_number + 1 < ring_pass.size else None
+        turn_sums = torch.zeros(kv.shape, dtype=ring_pass.wide, device=kv.device)
+        k, v = kv.to(ring_pass.dtype)
+        for chunk_product in ring_pass.list_products((ring_pass.rank - turn_number) % ring_pass.size):
+            of_queries = [ring_pass.half(x, chunk_product.query) for x in (y, lse)]
+            own_gradient, own_queries = (ring_pass.half(x, chunk_product.query) for x in (dy, q))
+            of_keys = [ring_pass.half(x, chunk_product.key) for x in (k, v)]
+            query_gradient, dk, dv = ring_pass.attend_backward(
+                chunk_product, own_gradient, own_queries, *of_keys, *of_queries
+            )
+            ring_pass.half(dq, chunk_product.query).add_(query_gradient)
+            ring_pass.half(turn_sums[0], chunk_product.key).add_(dk)
+            ring_pass.half(turn_sums[1], chunk_product.key).add_(dv)
         # Those of this rank's own keys stay here. The others follow the keys, one turn behind, and arrive at home at
         # the end.
-        if turn == 0:
-            own_sums = sums
+        if turn_number == 0:
+            own_sums = turn_sums
         else:
-            if travelling is not None:
-                sums.add_(travelling())
-            travelling = begin_shift(sums, ring.group)
-        if coming is not None:
-            kv = coming()
+            if travelling_sums is not None:
+                turn_sums.add_(travelling_sums())
+            travelling_sums = begin_shift(turn_sums, ring_pass.group)
+        if next_kv is not None:
+            kv = next_kv()
     assert own_sums is not None
-    if travelling is not None:
-        own_sums.add_(travelling())
-    results = (_like_stream(x).copy_(of) for x, of in zip(given, (dq, *own_sums), strict=True))
-    dq, dk, dv = results
+    if travelling_sums is not None:
+        own_sums.add_(travelling_sums())
+    all_gradients = (_like_stream(x).copy_(of) for x, of in zip(given_inputs, (dq, *own_sums), strict=True))
+    dq, dk, dv = all_gradients
     return dq, dk, dv
 
 
