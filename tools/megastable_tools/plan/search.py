@@ -175,9 +175,8 @@ def _cut_messages(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     cut_plans, best_seconds = list[LayoutPlan](), dict[tuple[object, ...], float]()
     for layout_plan in sorted(plans, key=lambda plan: plan.time.seconds):
         layout, step = layout_plan.layout, layout_plan.time
-        passes = (
-            1 + (layout.pipeline - 1) / layout_plan.accumulation
-        )  # also while the pipeline fills and drains
+        # Also while the pipeline fills and drains.
+        passes = 1 + (layout.pipeline - 1) / layout_plan.accumulation
         least_seconds = step.seconds - step.parts.get("tensor", 0.0) * passes
         group = layout.tensor, layout.pipeline, layout_plan.config.precision.fp8, layout_plan.tight
         if least_seconds < best_seconds.get(group, inf):
