@@ -139,7 +139,7 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 def _linked(text: str) -> str:
     text = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
-    text = re.sub(r"(?<![\w/])docs/([\w-]+\.md)", r"[\1](\1)", text)
+    text = re.sub(r"(?<![\w/])docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
     text = re.sub(r"(?<![\w/])(megastable_guard/\w+\.py)", r"[\1](../guard/\1)", text)
     room_names = "attribution|hardware|warnings|recovery|checkpoint|model"
     return re.sub(rf"(?<![\w/])((?:{room_names})/\w+\.py)", r"[\1](../megastable/\1)", text)

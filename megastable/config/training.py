@@ -107,7 +107,8 @@ class ParallelConfig(Section):
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
-    of the sequence.
+    of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1 and `tensor_overlap` = 1, and not Transformer
+    Engine.
     """
 
     tensor: PositiveInt = 1
@@ -118,7 +119,8 @@ class ParallelConfig(Section):
     """Data-parallel ranks that share every sample, each a part of its tokens. [ranks]"""
     context_by: Literal["ulysses", "ring"] = "ulysses"
     """How attention sees the tokens of the other `context` ranks: by exchanging tokens for heads, and back
-    (`ulysses`, arXiv:2309.14509), or by sending keys and values round (`ring`, arXiv:2310.01889)."""
+    (`ulysses`, arXiv:2309.14509), or by sending keys and values round (`ring`, arXiv:2310.01889); which costs what:
+    docs/scaling.md#context."""
     sequence: bool = False
     """Sequence parallelism over the tensor group (arXiv:2205.05198)."""
     keep_gathered: bool = False
@@ -127,7 +129,7 @@ class ParallelConfig(Section):
     gathers again anyway, with the block."""
     tensor_overlap: PositiveInt = 1
     """Under `sequence`, chunks in which the blocks' layers send along the sequence, each while the product of another
-    one is computed; layers in FP8 send the whole. [chunks]"""
+    one is computed (docs/scaling.md#overlap-of-tensor-parallelism); layers in FP8 send the whole. [chunks]"""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without it: 1 costs nothing on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
