@@ -129,8 +129,9 @@ class Others:
     """How other frameworks differ from megastable, whose are the defaults.
 
     virtual: stages per rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups whose messages go on
-    during any computing; ours are hidden by rules of their own. fused: fused elementwise work under ZeRO 3, too. summing: products that accumulate weight gradients.
-    scores: attention that writes them out, as before FlashAttention.
+    during any computing; ours are hidden by rules of their own. fused: fused elementwise work under ZeRO 3, too.
+    summing: products that accumulate weight gradients. scores: attention that writes them out, as before
+    FlashAttention.
     """
 
     virtual: int = 1
