@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs megastable into it with the versions of constraints.txt. Returns at once when that is done.
 #
-#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: wandb, mlflow, lm-eval, hf, gguf, gpu,
-#                                          gputest, stacks, dev
+#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: wandb, mlflow, lm-eval, hf, gguf, store,
+#                                          gpu, gputest, stacks, dev
 #
 # PYTHON names the interpreter (3.11 or newer; default: the first such python3 on PATH). What pip says goes to
 # .venv/install.log. Several at once wait for each other; an interrupted one is found and begun again.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megastable.base.errors import ConfigError, is_full
+from megastable.base.process import install_command
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class ObjectStore:
         try:
             import fsspec
         except ImportError:
-            raise ConfigError(f"{url}: object stores need fsspec: pip install 'megastable[store]'") from None
+            raise ConfigError(f"{url}: object stores need fsspec: {install_command('store')}") from None
         scheme = url.partition("://")[0]
         # Listings change behind our back; a local folder, unlike a bucket, needs its subfolders made.
         client_options: dict[str, Any] = {"use_listings_cache": False}
@@ -124,7 +125,7 @@ class ObjectStore:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **client_options)
         except ImportError as error:
             raise ConfigError(
-                f"{url}: {error}: pip install 'megastable[store]' for s3, the client of that name for others"
+                f"{url}: {error}: {install_command('store')} for s3, the client of that name for others"
             ) from None
         except Exception as error:  # every client has its own errors
             raise ConfigError(f"{url} is not a URL that fsspec knows: {_in_a_line(error)}") from None
