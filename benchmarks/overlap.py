@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,9 @@ class OverlapCase:
         )  # fmt: skip
 
 
+Case = TypeVar("Case")
+
+
 @dataclass(frozen=True)
 class Span:
     """Seconds since the beginning of the last backward pass; end: when it was over, or had arrived."""
@@ -61,8 +64,8 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """Of one rank. exposed: seconds of each step from the end of the backward pass until all sums had arrived, with
-    overlap; whole: without. spans: of the step with overlap that waited least."""
+    """Of one rank. exposed: seconds that each step waited for messages, with overlap; whole: without. spans: of the
+    step with overlap that waited least, in seconds since its (last) backward pass began."""
 
     exposed: list[float]
     whole: list[float]
@@ -70,8 +73,8 @@ class RankSteps:
 
 
 @dataclass(frozen=True)
-class OverlapFound:
-    case: OverlapCase
+class OverlapFound(Generic[Case]):
+    case: Case
     ranks: list[RankSteps]
     machine: dict[str, Any] = field(default_factory=dict)
 
@@ -86,7 +89,7 @@ class OverlapFound:
 
     @property
     def hidden(self) -> float:
-        """Share of the sums' seconds that the backward pass hides."""
+        """Share of the messages' seconds that computing hides."""
         return 1 - self.exposed / self.whole
 
 
@@ -140,7 +143,7 @@ class Recorder:
         return spans + [Span("sum", s.begin - backward_time, s.end - backward_time) for s in self.sums]
 
 
-def measure_overlap(case: OverlapCase) -> OverlapFound:
+def measure_overlap(case: OverlapCase) -> OverlapFound[OverlapCase]:
     """Train on every rank, in processes of their own. MegastableError if a rank fails."""
     rank_steps = launch_ranks(case.ranks, record_steps, case)
     return OverlapFound(case, rank_steps, describe_machine(torch.device("cpu")))
@@ -175,7 +178,7 @@ def record_steps(case: OverlapCase) -> RankSteps:
     return RankSteps(wait_seconds[True], wait_seconds[False], best_spans)
 
 
-def overlap_table(found: OverlapFound) -> Table:
+def overlap_table(found: OverlapFound[OverlapCase]) -> Table:
     """One row for each rank: the backward pass, the sums, and what of them was waited for."""
     link_text = f"{found.case.rate * 8e-9:.3g} Gbit/s, {found.case.latency * 1e3:g} ms"
     made = Table("rank", title=f"Sums of gradients over {found.case.ranks} ranks, {link_text}: milliseconds")
@@ -191,14 +194,14 @@ def overlap_table(found: OverlapFound) -> Table:
     return made
 
 
-def draw_overlap(found: OverlapFound, path: Path) -> None:
+def draw_overlap(found: OverlapFound[OverlapCase], path: Path) -> None:
     """Draw the step of every rank that waited least: the backward pass, the wait after it, and each sum below."""
     span_colours = {"backward": "tab:blue", "wait": "tab:red", "sum": "tab:olive"}
     with draw_figure(path, 9, 1 + 0.9 * found.case.ranks) as figure:
         _draw_spans(figure.subplots(), found, span_colours)
 
 
-def _draw_spans(axes: Any, found: OverlapFound, colours: dict[str, str]) -> None:
+def _draw_spans(axes: Any, found: OverlapFound[OverlapCase], colours: dict[str, str]) -> None:
     for rank, steps in enumerate(found.ranks):
         for number, span in enumerate(steps.spans):
             bar_height = rank if span.what != "sum" else rank + 0.3 + 0.22 * (number % 2)

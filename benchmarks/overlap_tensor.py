@@ -1,6 +1,6 @@
 """Show how much of tensor parallelism's messages lies behind products: time lines of real steps over a slowed link.
 
-    measure_tensor_overlap(TensorCase()) -> TensorFound     `megastable bench overlap --dimension tensor`
+    measure_tensor_overlap(TensorCase()) -> OverlapFound    `megastable bench overlap --dimension tensor`
 
 Every rank trains a small model with sequence parallelism on this machine (gloo): by `parallel.tensor_overlap`, and with
 whole messages, each waited for at once. The link is slowed by a clock, as in `overlap.py`: a message has arrived when
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import describe_machine, is_finite
 from benchmarks.layouts import LayoutCase
-from benchmarks.overlap import Span
+from benchmarks.overlap import OverlapFound, RankSteps, Span
 from benchmarks.ranks import launch_ranks
 from megastable.base import activity
 from megastable.report.figures import draw_figure
@@ -60,38 +59,6 @@ class TensorCase:
             MODEL | {"layers": self.layers},
             precision={"kind": "fp32"}, kernels={"compile": False}, micro_batch=MICRO_BATCH, accumulation=1,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorSteps:
-    """Of one rank. exposed: seconds that each step waited for messages; whole: the same for whole messages, each waited
-    for at once. spans: of the step that waited least, in seconds since its backward pass began: "forward", "backward",
-    every "wait" and every "message"."""
-
-    exposed: list[float]
-    whole: list[float]
-    spans: list[Span]
-
-
-@dataclass(frozen=True)
-class TensorFound:
-    case: TensorCase
-    ranks: list[TensorSteps]
-    machine: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def exposed(self) -> float:
-        """Of the step of every rank that other processes of the machine disturbed least."""
-        return median(min(rank.exposed) for rank in self.ranks)
-
-    @property
-    def whole(self) -> float:
-        return median(min(rank.whole) for rank in self.ranks)
-
-    @property
-    def hidden(self) -> float:
-        """Share of the messages' seconds that lies behind products."""
-        return 1 - self.exposed / self.whole
 
 
 class RankClock:
@@ -180,13 +147,13 @@ class MessageRecorder:
         ]
 
 
-def measure_tensor_overlap(case: TensorCase) -> TensorFound:
+def measure_tensor_overlap(case: TensorCase) -> OverlapFound[TensorCase]:
     """Train on every rank, in processes of their own. MegastableError if a rank fails."""
     rank_steps = launch_ranks(case.ranks, record_tensor_steps, case)
-    return TensorFound(case, rank_steps, describe_machine(torch.device("cpu")))
+    return OverlapFound(case, rank_steps, describe_machine(torch.device("cpu")))
 
 
-def record_tensor_steps(case: TensorCase) -> TensorSteps:
+def record_tensor_steps(case: TensorCase) -> RankSteps:
     """Train steps in chunks and with whole messages, in turns. On a rank of a process group."""
     from megastable.engine.engine import Engine
     from megastable.parallel import mappings
@@ -216,10 +183,10 @@ def record_tensor_steps(case: TensorCase) -> TensorSteps:
             wait_seconds[overlap].append(sum(wait.end - wait.begin for wait in recorder.waits))
             if overlap and wait_seconds[True][-1] == min(wait_seconds[True]):
                 best_spans = recorder.list_spans()
-    return TensorSteps(wait_seconds[True], wait_seconds[False], best_spans)
+    return RankSteps(wait_seconds[True], wait_seconds[False], best_spans)
 
 
-def tensor_table(found: TensorFound) -> Table:
+def tensor_table(found: OverlapFound[TensorCase]) -> Table:
     """One row for each rank: both passes, the messages, and what of them was waited for."""
     case = found.case
     link_text = f"{case.rate * 8e-9:.3g} Gbit/s, {case.latency * 1e3:g} ms"
@@ -239,14 +206,14 @@ def tensor_table(found: TensorFound) -> Table:
     return made
 
 
-def draw_tensor_overlap(found: TensorFound, path: Path) -> None:
+def draw_tensor_overlap(found: OverlapFound[TensorCase], path: Path) -> None:
     """Draw of the step of every rank that waited least the last block's two passes: computing, waits, and each message
     below."""
     with draw_figure(path, 9, 1 + 0.9 * found.case.ranks) as figure:
         _draw_messages(figure.subplots(), found)
 
 
-def _draw_messages(axes: Any, found: TensorFound) -> None:
+def _draw_messages(axes: Any, found: OverlapFound[TensorCase]) -> None:
     colours = {"forward": "tab:cyan", "backward": "tab:blue", "wait": "tab:red", "message": "tab:olive"}
     for rank, steps in enumerate(found.ranks):
         for number, span in enumerate(steps.spans):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.overlap import OverlapFound
 from benchmarks.overlap_tensor import (
     MICRO_BATCH,
     MODEL,
     TensorCase,
-    TensorFound,
     draw_tensor_overlap,
     record_tensor_steps,
     tensor_table,
@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 @pytest.mark.slow
 def test_messages_are_hidden_behind_products(tmp_path: Path) -> None:
     case = TensorCase(2, rounds=1, layers=1)
-    found = TensorFound(case, run_ranks(2, record_tensor_steps, case))
+    found = OverlapFound(case, run_ranks(2, record_tensor_steps, case))
     sent = MICRO_BATCH * MODEL["sequence_length"] * MODEL["hidden"] * 4 / 2
     message = case.latency + sent / case.rate
     for steps in found.ranks:

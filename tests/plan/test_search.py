@@ -146,7 +146,12 @@ def test_critical_stages_hold_the_tightest(
 
 def test_zero_bubble_is_tightest_on_a_late_stage() -> None:
     """Stage 6 of 8 keeps what the weight gradients of 7 micro-batches need."""
-    given = ["model.vocab_size=128000", "model.layers=78", "parallel.schedule=zero_bubble", "parallel.tensor_overlap=1"]
+    given = [
+        "model.vocab_size=128000",
+        "model.layers=78",
+        "parallel.schedule=zero_bubble",
+        "parallel.tensor_overlap=1",
+    ]
     config = recipe.load_recipe(ROOT / "launch/recipes/70b.yaml", given)
     plan = search.plan_layout(config, 512, H100)
     every = list_footprints(config, plan.layout)
