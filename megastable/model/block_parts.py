@@ -148,22 +148,26 @@ class MLP(nn.Module):
         self.own, ffn_width = own, config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
-        # Its compiled version; see `Block.compile_in_pieces`.
+        # `activate`, compiled; see `Block.compile_in_pieces`.
         self.fast: Callable[[Tensor], Tensor] | None = None
         self.plain = False  # whether the compiled version is left aside
         self.gate_up = ColumnParallelLinear(config.hidden, (ffn_width, ffn_width), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(ffn_width, config.hidden, tp, f"{name}.down")
 
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """What lies between both products. Compiled, too, it is what `activation` and `own` say at the time."""
+        own_kernel = self.activation is swiglu and self.own.has("swiglu")
+        return elementwise.swiglu(gate_up) if own_kernel else self.activation(gate_up)
+
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, activation = self.gate_up(x), self.activation
-        if self.fast is not None and not self.plain:
-            activation = self.fast
-        elif activation is swiglu and self.own.has("swiglu"):
-            activation = elementwise.swiglu
+        gate_up = self.gate_up(x)
+        run_activation = self.activate if self.fast is None or self.plain else self.fast
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.
-            return self.down(checkpoint(activation, gate_up, use_reentrant=False, preserve_rng_state=False))
-        return self.down(activation(gate_up))
+            return self.down(
+                checkpoint(run_activation, gate_up, use_reentrant=False, preserve_rng_state=False)
+            )
+        return self.down(run_activation(gate_up))
 
 
 # Odd, with bits everywhere; products of int64 wrap. The last two and the shifts are those of MurmurHash3's finalizer.

@@ -206,7 +206,7 @@ class Block(nn.Module):
             x, lambda y: self.attention(y, at, compiled_between), at.keys
         )
         if isinstance(self.mlp, MLP):
-            self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=is_whole, dynamic=False)
+            self.mlp.fast = torch.compile(self.mlp.activate, fullgraph=is_whole, dynamic=False)
 
     def compute_plainly(self, attention: bool, compiled: bool, own: bool) -> None:
         """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the

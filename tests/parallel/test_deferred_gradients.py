@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastable.engine.adjustments import CLAMPED
 from megastable.engine.build import defer_weight_gradients
+from megastable.model import elementwise
+from megastable.model.block_parts import swiglu
 from megastable.model.gpt import Block
 from megastable.model.kernels import Kernels
 from megastable.parallel.deferred_gradients import DeferredGradients
@@ -18,9 +21,10 @@ from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import LENGTH, config
 
 
-def make_block(recompute: str, compiled: bool, deferring: bool) -> Block:
+def make_block(recompute: str, compiled: bool, deferring: bool, own: tuple[str, ...] = ()) -> Block:
     torch.manual_seed(1)
-    block = Block(config().model, TensorParallel(), 0, recompute, Kernels("sdpa", "chunked", compiled))
+    kernels = Kernels("sdpa", "chunked", compiled, elementwise=own)
+    block = Block(config().model, TensorParallel(), 0, recompute, kernels)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     block.to(torch.bfloat16)
@@ -72,3 +76,28 @@ def test_gradients_come_later_and_are_the_same(recompute: str, compiled: bool) -
         run_block(block, batches[0])
         run_block(plain, batches[0])
         assert counts == Counter(3 * list(linears)) and are_equal(block, plain)
+
+
+def test_clamp_of_a_remedy_reaches_compiled_blocks() -> None:
+    """what lies between deferring products is compiled with the activation of the time, not of the start"""
+    block = make_block("none", compiled=False, deferring=False)
+    mlp, x = block.mlp, 100 * torch.randn(LENGTH, 2, 32, dtype=torch.bfloat16)
+    with without_kernels():
+        compiled_block = make_block("none", compiled=True, deferring=True)
+        assert torch.equal(compiled_block.mlp(x), mlp(x))
+        compiled_block.mlp.activation = CLAMPED
+        clamped_output = compiled_block.mlp(x)
+    assert not torch.equal(clamped_output, mlp(x))
+    mlp.activation = CLAMPED
+    assert torch.equal(clamped_output, mlp(x))
+
+
+def test_own_swiglu_is_used_between_deferring_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """the part that a start says its own kernels compute is not left to torch.compile"""
+    monkeypatch.setattr(elementwise, "swiglu", lambda gate_up: 2 * swiglu(gate_up))  # of a GPU
+    x = torch.randn(LENGTH, 2, 32, dtype=torch.bfloat16)
+    with without_kernels():
+        mlp = make_block("none", compiled=True, deferring=True, own=("swiglu",)).mlp
+        assert torch.equal(mlp(x), mlp.down(2 * swiglu(mlp.gate_up(x))))
+        mlp.own.aside = True
+        assert torch.equal(mlp(x), mlp.down(swiglu(mlp.gate_up(x))))
