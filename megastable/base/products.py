@@ -40,7 +40,8 @@ def multiply_rows(x: Tensor, w: Tensor) -> Tensor:
 def multiply_parts(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     """`multiply_rows` of parts that lie apart in memory: x [t, n, in], w [out, in] -> [t, n, out], in `out` if given.
 
-    The same bits where a row's sum does not depend on how many rows there are: on a CPU from 4 rows a part on.
+    The same bits where a row's sum does not depend on how many rows there are: on a CPU from 8 rows a part on
+    (torch 2.13; with 4 in fp32 alone).
     """
     if x.device.type != "cpu":
         return multiply_batch(x, w, out)
