@@ -37,6 +37,7 @@ from megastable.base.upload_process import UploadProcess
 from megastable.checkpoint import store
 from megastable.run.directory import RunDirectory
 from megastable.run.run_image import (
+    JOURNAL,
     OBJECTS,
     PLAN,
     Files,
@@ -44,6 +45,7 @@ from megastable.run.run_image import (
     StoredFile,
     fetch_file,
     find_heads,
+    find_image,
     head_name,
     read_plan,
 )
@@ -185,7 +187,7 @@ class Uploader:
                 self._put_checkpoint(checkpoint_name, present_objects)
             return
         if self._head is None:
-            self._head = max(find_heads(self._store), default=0)
+            self._head = self._find_own_head()
             self._unused = set(present_objects)
         # Before what takes long: files of records are soon replaced.
         image_files = self._put_records(view, present_objects)
@@ -208,6 +210,24 @@ class Uploader:
             }
         self._await_others(image_files)
         self._write_head(RunImage(time=round(time.time(), 3), files=image_files))
+
+    def _find_own_head(self) -> int:
+        """The number of the newest head, 0 if there is none, once the journal proves that it is of this run: it and its
+        objects will be deleted. The start may not have been able to ask, or another run may have begun to upload since.
+        """
+        listed_numbers, found_image = find_heads(self._store), find_image(self._store)
+        if found_image is None:
+            return max(listed_numbers, default=0)
+        stored_journal = found_image[1].files.get(JOURNAL)
+        if stored_journal is not None:
+            with self._run.journal.open("rb") as file:
+                own_bytes = file.read(stored_journal.size)
+            if xxhash.xxh3_128_hexdigest(own_bytes) != stored_journal.xxh3:
+                raise StoreError(
+                    f"{self._store.url} holds another run than {self._run.root}, or one that has gone on from it "
+                    "elsewhere: give this run another checkpoint.upload"
+                )
+        return max([*listed_numbers, found_image[0]])
 
     def _put_records(self, view: RunView, present: dict[str, int]) -> Files:
         record_files = dict[str, StoredFile]()

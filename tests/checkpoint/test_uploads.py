@@ -354,6 +354,27 @@ def test_two_runs_never_share_a_url(tmp_path: Path) -> None:
         uploader._upload(look_at_run(run))
 
 
+@pytest.mark.parametrize("other", ["begins", "goes on"])
+def test_an_image_of_another_run_is_never_replaced(tmp_path: Path, other: str) -> None:
+    """Neither of one that began to upload after our start, nor a newer one that our start could not ask for."""
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    write_checkpoint(run, 10)
+    if other == "goes on":
+        upload(run, url)
+    shutil.copytree(run.root, tmp_path / "other")
+    other_run = RunDirectory(tmp_path / "other")
+    if other == "begins":
+        other_run.journal.write_text("")
+    add_line(other_run, "other steps")
+    write_checkpoint(other_run, 20)
+    upload(other_run, url)
+    wanted = read_image(url)
+    add_line(run, "own steps")
+    with pytest.raises(StoreError, match=r"holds another run .* give this run another checkpoint.upload"):
+        upload(run, url)
+    assert read_image(url) == wanted
+
+
 def test_an_older_directory_is_brought_up_to_date(tmp_path: Path) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
