@@ -34,9 +34,11 @@ unpack() {
     mkdir "$target.partial"
     mkfifo "$target.partial.pipe"
     sha256sum <"$target.partial.pipe" >"$target.partial.hash" 9>&- &
-    tee -p "$target.partial.pipe" <"$archive" | tar --extract --directory "$target.partial" || true
+    local problem=""
+    tee -p "$target.partial.pipe" <"$archive" | tar --extract --directory "$target.partial" || problem=yes
     wait $!
     [ "$(cut -c 1-64 "$target.partial.hash")" = "$hash" ] || die "$archive is not what $archive.sha256 says: pack it again"
+    [ -z "$problem" ] || die "$archive could not be unpacked to $folder, see above: make room there"
     # What pip has written names the place of the repository; the modules do not.
     from=$(cat "$target.partial/.venv/.packed_from")
     grep -rlI --include='__editable__*' --include='*.pth' --include='pyvenv.cfg' -e "$from" "$target.partial/.venv" |

@@ -62,3 +62,16 @@ def test_a_damaged_archive_is_refused(archive: Path, tmp_path: Path) -> None:
     refused = call(SCRIPT, "unpack", archive, tmp_path / "local")
     assert refused.returncode == 2 and "is not what" in refused.stderr
     assert not [path for path in (tmp_path / "local").iterdir() if len(path.name) == 64]
+
+
+def test_half_an_environment_is_none(archive: Path, tmp_path: Path) -> None:
+    """A disk without room for the second file: the next call begins again."""
+    several = "ulimit -f 1; trap '' XFSZ; bash \"$@\""
+    (archive.parent / "repository/code/large.bin").write_bytes(b"x" * 4096)
+    subprocess.run(["git", "add", "code"], cwd=archive.parent / "repository", check=True)
+    assert call(archive.parent / "repository/launch/local_env.sh", "pack", archive).returncode == 0
+    words = [SCRIPT, "unpack", archive, tmp_path / "local"]
+    failed = call("-c", several, "bash", *words)
+    assert failed.returncode == 2 and "could not be unpacked" in failed.stderr, failed.stderr
+    assert not [path for path in (tmp_path / "local").iterdir() if len(path.name) == 64]
+    assert (Path(call(*words).stdout.strip()) / "code/large.bin").stat().st_size == 4096
