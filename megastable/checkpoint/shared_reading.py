@@ -189,7 +189,9 @@ def load_shared(engine: Any, held: HeldFiles, state: RunState) -> None:
     # holds. Descriptions of all parts would be as many as there are ranks, on every rank.
     group = topology.tensor_group
     parts, entries = held.describe_parts(group)
-    whole_state = WholeState(held.folder, parts, partly=True)
+    # In another layout a part's description and its tensors may be of two ranks, of which one is not in the group.
+    known_parts = {name: part for name, part in parts.items() if name.replace(*SUFFIXES) in entries}
+    whole_state = WholeState(held.folder, known_parts, partly=True)
     place = topology.tensor_rank, topology.layout.tensor
     if not find_least([whole_state.holds(flat.fragments, *place)])[0]:
         group = dist.group.WORLD

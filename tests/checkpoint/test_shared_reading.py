@@ -28,6 +28,7 @@ from tests.engine.engines import build_engine
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
+    "dp4": (4, {}),
     "tp2-dp2": (4, {"tensor": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
     "pp2": (2, {"pipeline": 2}),
@@ -106,6 +107,25 @@ def test_every_file_is_read_once(writer: str, reader: str, saved: Any, corpus: P
     assert opens == Counter([store.MANIFEST, *files])
     if writer == reader:  # no rank reads more than its own part, and what is there once
         assert all(set(rank["opens"]) <= own_names(place) | others(files) for place, rank in enumerate(found))
+
+
+def load_apart(config: RunConfig, checkpoint: Path) -> list[str]:
+    """As `load_both`; each rank holds the descriptions of the parts that it needs, and the other one their tensors."""
+
+    def assign(contents: Contents, world: int) -> dict[str, int]:
+        needed_by = {name: int(name[5:10]) // 2 for name in contents.files if name.startswith("rank-")}
+        return {
+            name: 0 if name not in needed_by else needed_by[name] ^ name.endswith(".safetensors")
+            for name in contents.files
+        }
+
+    shared_reading.assign_holders = assign
+    return load_both(config, checkpoint)["differing"]
+
+
+def test_descriptions_and_tensors_may_be_of_two_ranks(saved: Any, corpus: Path, tmp_path: Path) -> None:
+    """Four have written, two read: files go around the ranks by their size, the two of a part to different ones."""
+    assert run_ranks(2, load_apart, configure(corpus, tmp_path, "dp2"), saved("dp4")) == [[], []]
 
 
 def own_names(rank: int) -> set[str]:
