@@ -31,7 +31,7 @@ import xxhash
 
 from megastable.base import durable
 from megastable.base.collectives import gather_objects, mark_collective, run_on_first
-from megastable.base.errors import CheckpointError, DataError
+from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.base.object_store import LONGEST_PAUSE, ObjectStore, StoreError, retry
 from megastable.base.upload_process import UploadProcess
 from megastable.checkpoint import store
@@ -406,7 +406,11 @@ def _put_in_place(incoming: Path, target: Path) -> None:
 
 def _fetch_share(url: str, files: Files, incoming: Path) -> tuple[str, bool]:
     """Fetch every world-th file; the problem, and whether it is in the store's content."""
-    object_store, by_size = ObjectStore(url), sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
+    try:
+        object_store = ObjectStore(url)
+    except ConfigError as error:  # this host has no client: the others must not wait
+        return f"rank {dist.get_rank()}: {error}", False
+    by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
     for file_name, stored_file in by_size[dist.get_rank() :: dist.get_world_size()]:
         fetch = partial(fetch_file, object_store, stored_file, incoming / file_name, file_name)
         try:

@@ -225,6 +225,7 @@ def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) 
             )
         )
     _check_older(run, stored_image)
+    _set_aside_left(run, stored_image, say)
     for path in record_files:
         (run.root / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging_folder / path, run.root / path)
@@ -251,6 +252,32 @@ def _check_older(run: RunDirectory, image: RunImage) -> None:
                 f"{ledger} has lines that the newer run in the object store does not: move it away, and add them again "
                 "once the run is back"
             )
+
+
+def _set_aside_left(run: RunDirectory, image: RunImage, say: Callable[[str], None]) -> None:
+    """Rename the checkpoints here that are not those of the newer image: the run was rewound behind them since, or has
+    quarantined them."""
+    for checkpoint_path in [path for path in run.checkpoints.iterdir() if _CHECKPOINT.fullmatch(path.name)]:
+        wanted_files = image.checkpoints.get(checkpoint_path.name, {})
+        # The manifest seals all others but the markers.
+        small_files = {
+            name: stored.xxh3
+            for name, stored in wanted_files.items()
+            if name.endswith(".json") and not name.startswith("rank-")
+        }
+        own_files = {
+            name: xxhash.xxh3_128_hexdigest((checkpoint_path / name).read_bytes())
+            for name in small_files
+            if (checkpoint_path / name).is_file()
+        }
+        if small_files and own_files == small_files:
+            continue
+        aside_path = checkpoint_path.with_name(f"rejected-{checkpoint_path.name}")
+        if aside_path.exists():
+            aside_path = aside_path.with_name(f"{aside_path.name}.{time.time_ns()}")
+        checkpoint_path.rename(aside_path)
+        durable.sync_directory(run.checkpoints)
+        say(f"{checkpoint_path} is not that of the newer image: kept as {aside_path.name}")
 
 
 def _plan_missing(run: RunDirectory, image: RunImage, tail: bytes, say: Callable[[str], None]) -> None:

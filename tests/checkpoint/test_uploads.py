@@ -393,6 +393,24 @@ def test_an_older_directory_is_brought_up_to_date(tmp_path: Path) -> None:
         bring_back(edited.root, url)
 
 
+def test_an_older_directory_loses_the_checkpoints_that_the_run_has_left_since(tmp_path: Path) -> None:
+    """It was rewound elsewhere, behind steps that are still here, and has taken some of them again."""
+    run, url, old = make_run(tmp_path / "run"), f"file://{tmp_path}/store", RunDirectory(tmp_path / "old")
+    for step in (10, 15, 20, 30):
+        write_checkpoint(run, step)
+    shutil.copytree(run.root, old.root)
+    for name in ("step-20", "step-30"):
+        (run.checkpoints / name).rename(run.checkpoints / f"suspect-{name}")
+    add_line(run, "step-30", "checkpoint_suspect")
+    write_checkpoint(run, 20, "again")
+    (run.checkpoints / "step-15" / store.QUARANTINED).write_text("{}")
+    upload(run, url)
+    assert bring_back(old.root, url) == ["step-20", "step-15", "step-10"]
+    assert contents_of(old) == contents_of(run)
+    kept = {path.name for path in old.checkpoints.glob("rejected-*")}
+    assert kept == {"rejected-step-15", "rejected-step-20", "rejected-step-30"}
+
+
 def test_lost_checkpoints_come_back_but_not_those_left_since(tmp_path: Path) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
