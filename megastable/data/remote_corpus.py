@@ -39,7 +39,9 @@ def open_remote(folder: Path, url: str, limit: int | None) -> RemoteShards:
         folder.mkdir(parents=True, exist_ok=True)
         with remote_shards._locked(folder / ".lock"):
             known_shards = RemoteShards.find_remote(folder)
-            if known_shards is None and (other_paths := [p for p in folder.iterdir() if p.name != ".lock"]):
+            # What a start that was killed may have made before `REMOTE`, or half of that, is hidden.
+            other_paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
+            if known_shards is None and other_paths:
                 raise ConfigError(
                     f"{folder} is not a folder for {url}: {other_paths[0].name} is in it; name an empty or a new one "
                     "as path"

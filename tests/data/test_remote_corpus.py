@@ -144,6 +144,21 @@ def test_what_is_no_folder_for_it_is_refused(original: Path, tmp_path: Path) -> 
         CorpusConfig(path="mine", cache_gib=1)
 
 
+def test_a_start_that_was_killed_at_once_is_begun_again(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(path: Path, content: bytes) -> None:
+        path.with_name(f".{path.name}.half").write_bytes(content[:3])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(remote_corpus.durable, "write_file", die)
+        with pytest.raises(KeyboardInterrupt):
+            open_remote(tmp_path / "here", f"file://{original}", None)
+    open_remote(tmp_path / "here", f"file://{original}", None)
+    assert Manifest.load_manifest(tmp_path / "here") == Manifest.load_manifest(original)
+
+
 def test_a_killed_fetch_leaves_nothing_that_counts(original: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     open_remote(folder, f"file://{original}", 4000)
