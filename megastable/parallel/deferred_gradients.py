@@ -43,6 +43,9 @@ class DeferredGradients:
         try:
             yield
             self._passes.append(_collected)
+        except BaseException:
+            self._passes.clear()  # the step ends here, and nobody computes what its earlier passes have left
+            raise
         finally:
             _collected = None
 

@@ -39,7 +39,12 @@ class Topology:
         self.context_group = self._make_own_group("context") if layout.context > 1 else None
 
     def _make_own_group(self, axis: str) -> Any:
-        """Made by its members alone: else all ranks meet for every group of the axis, and there are a thousand."""
+        """Made by its members alone: else all ranks meet for every group of the axis, and there are a thousand.
+
+        torch names it by its ranks and by how many groups this process is in already, which must be as many for all
+        members (2.13: else they wait for each other until the timeout). So these come before groups that only some
+        stages have.
+        """
         own_ranks = next(ranks for ranks in self.layout.list_groups(axis) if self.rank in ranks)
         return dist.new_group(own_ranks, timeout=self._timeout, use_local_synchronization=True)
 

@@ -101,3 +101,13 @@ def test_own_swiglu_is_used_between_deferring_products(monkeypatch: pytest.Monke
         assert torch.equal(mlp(x), mlp.down(2 * swiglu(mlp.gate_up(x))))
         mlp.own.aside = True
         assert torch.equal(mlp(x), mlp.down(swiglu(mlp.gate_up(x))))
+
+
+def test_a_step_that_raises_leaves_nothing_for_the_next_one() -> None:
+    deferred_gradients = DeferredGradients()
+    with deferred_gradients.collect():
+        pass
+    with pytest.raises(ValueError, match="stopped"), deferred_gradients.collect():
+        raise ValueError("stopped")
+    with pytest.raises(IndexError):
+        deferred_gradients.compute_oldest()
