@@ -33,6 +33,7 @@ _own_random = random.Random()
 # What threads of this process wait for, by thread. Also before a request has failed: a store that hangs says nothing
 # for a minute.
 _awaited: dict[int, str] = {}
+_of_thread = threading.local()
 
 
 class StoreError(OSError):
@@ -49,10 +50,21 @@ def describe_wait() -> str:
     return next(iter(list(_awaited.values())), "")
 
 
+def hide_waits() -> None:
+    """From now on this thread fetches what nobody waits for yet: else a process that hangs would seem to wait for the
+    store."""
+    _of_thread.hidden = True
+
+
+def _tell_wait(what: str) -> None:
+    if not getattr(_of_thread, "hidden", False):
+        _awaited[threading.get_ident()] = what
+
+
 @contextmanager
 def say_wait(what: str) -> Iterator[None]:
     """This thread waits for something in a store, which another process may be fetching."""
-    _awaited[threading.get_ident()] = what
+    _tell_wait(what)
     try:
         yield
     finally:
@@ -76,7 +88,8 @@ def retry(
     """
     stop_event, thread_number = stopped or threading.Event(), threading.get_ident()
     begin_time, said_time, pause_seconds = time.monotonic(), float("-inf"), 0.5
-    has_failed, _awaited[thread_number] = False, what
+    has_failed = False
+    _tell_wait(what)
     try:
         while True:
             try:
@@ -87,7 +100,8 @@ def retry(
                 now = time.monotonic()
                 if is_full(error) or stop_event.is_set() or now - begin_time + pause_seconds > seconds:
                     raise
-                has_failed, _awaited[thread_number] = True, f"{what}: {error}"
+                has_failed = True
+                _tell_wait(f"{what}: {error}")
                 if now - said_time >= SAID_EVERY:
                     log.warning("waiting for %s: %s; it is tried again until it is there", what, error)
                     said_time = now

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.object_store import START_SECONDS, retry
+from megastable.base.object_store import START_SECONDS, hide_waits, retry
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.order import Order
 from megastable.data.remote_shards import FETCHING, LOCKS, Remote, RemoteShards, sync_file
@@ -117,7 +117,7 @@ class ReadAhead:
 
     def _run(self, steps: Iterator[Int64s], stopped: threading.Event) -> None:
         step_window, seen_keys, first_step = deque[set[Key]](), Counter[Key](), 0
-        with ThreadPoolExecutor(FETCHERS, "fetch") as fetch_pool:
+        with ThreadPoolExecutor(FETCHERS, "fetch", hide_waits) as fetch_pool:
             for step_number, positions in enumerate(steps):
                 if step_number == AHEAD:
                     self._fetch_rest(fetch_pool, stopped)

@@ -383,6 +383,32 @@ def test_a_shard_that_another_process_fetches_is_waited_for_and_said(original: P
     assert not reader.is_alive() and not object_store.describe_wait()
 
 
+def test_what_is_fetched_ahead_holds_nobody_up(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that hangs while shards are fetched ahead would seem to wait for the store, which is no hang."""
+    begun, go_on, real = threading.Event(), threading.Event(), ObjectStore.download_file
+
+    def download(self: ObjectStore, key: str, path: Path) -> None:
+        begun.set()
+        go_on.wait()
+        real(self, key, path)
+
+    corpora = open_corpora([CorpusConfig(path=tmp_path / "here", url=f"file://{original}")], 32, 5)
+    monkeypatch.setattr(ObjectStore, "download_file", download)
+    ahead = remote_corpus.ReadAhead(corpora.train.order, corpora.train.streams)
+    ahead.follow_steps(iter([np.arange(4)]))
+    assert begun.wait(60) and not object_store.describe_wait()
+    stream = corpora.train.streams[0]
+    reader = threading.Thread(target=lambda: stream.read_tokens(0, stream.tokens))
+    reader.start()
+    until(lambda: bool(object_store.describe_wait()))  # until somebody needs one
+    go_on.set()
+    reader.join(60)
+    ahead.close()
+    assert not reader.is_alive() and not object_store.describe_wait()
+
+
 def test_clients_draw_from_random_numbers_of_their_own() -> None:
     connector = pytest.importorskip("aiohttp.connector")
     ObjectStore("memory://bucket")
