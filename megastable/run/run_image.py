@@ -142,10 +142,14 @@ def _read_newest(store: ObjectStore) -> tuple[int, RunImage] | None:
 
 
 def fetch_file(store: ObjectStore, stored: StoredFile, target: Path, what: str) -> None:
-    """Bring a file back; on disk when this returns. Raises DataError for wrong content, OSError."""
+    """Bring a file back, unless an earlier start has; on disk when this returns. Raises DataError for wrong content,
+    OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(TRIES):
-        store.download_file(stored.key, target)
+    for attempt in range(TRIES + 1):
+        if attempt:
+            store.download_file(stored.key, target)
+        elif not target.exists():
+            continue
         digest = xxhash.xxh3_128()
         with target.open("rb") as file:
             while file_block := file.read(BLOCK):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -440,6 +441,22 @@ def test_damaged_objects_are_left_out(tmp_path: Path) -> None:
     heads.write_object(run_image.head_name(number + 1), RunImage(time=0, files={}).to_sealed_bytes()[:-3])
     found = find_image(heads)
     assert found is not None and found[0] == number
+
+
+def test_what_an_earlier_start_has_fetched_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, target, content = f"file://{tmp_path}/store", tmp_path / "here/file", b"content"
+    stored = StoredFile(size=7, xxh3=xxhash.xxh3_128_hexdigest(content))
+    ObjectStore(url).write_object(stored.key, content)
+    run_image.fetch_file(ObjectStore(url), stored, target, "a file")
+    downloads, real = [], ObjectStore.download_file
+    monkeypatch.setattr(ObjectStore, "download_file", lambda *a: (downloads.append(a[1]), real(*a)))
+    run_image.fetch_file(ObjectStore(url), stored, target, "a file")
+    assert not downloads
+    target.write_bytes(b"half")
+    run_image.fetch_file(ObjectStore(url), stored, target, "a file")
+    assert downloads == [stored.key] and target.read_bytes() == content
 
 
 def test_a_head_that_is_replaced_while_it_is_read_is_looked_for_again(
