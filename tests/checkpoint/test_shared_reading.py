@@ -123,6 +123,7 @@ def load_apart(config: RunConfig, checkpoint: Path) -> list[str]:
     return load_both(config, checkpoint)["differing"]
 
 
+@pytest.mark.slow
 def test_descriptions_and_tensors_may_be_of_two_ranks(saved: Any, corpus: Path, tmp_path: Path) -> None:
     """Four have written, two read: files go around the ranks by their size, the two of a part to different ones."""
     assert run_ranks(2, load_apart, configure(corpus, tmp_path, "dp2"), saved("dp4")) == [[], []]
