@@ -8,7 +8,8 @@ What the store is to hold is looked at between two steps: how long the journal a
 checkpoints there are. So an image is a run directory as a crash at that moment would leave it, from which a run goes on
 with the same bytes. Files that grow are uploaded to the length they had then; files that do not change are named by
 their hash, and uploaded once. What the newest image no longer names is deleted, so the store keeps the checkpoints that
-the run directory keeps.
+the run directory keeps. Two things stay: a checkpoint that is whole in the store and damaged here; and what an earlier
+process uploaded, until a checkpoint that it did not have is there as well: this one may have failed to read it.
 
 A store that fails stops nothing: it is tried again, with the newest view, for as long as the run lasts.
 """
@@ -115,6 +116,7 @@ class Uploader:
         self._head: int | None = None  # the number of the newest head, once it was looked for
         self._sent = dict[int, bytes]()  # heads that the store has not acknowledged
         self._unused = set[str]()  # objects that are there, or may be, and that the newest head does not need
+        self._image, self._earlier = RunImage(time=0.0, files={}), RunImage(time=0.0, files={})
         self._damaged = set[str]()  # checkpoints that are left out
         self._failing_since, self._notes = 0.0, list[str]()
         self._thread = threading.Thread(target=self._run_thread, name="uploads", daemon=True)
@@ -205,6 +207,10 @@ class Uploader:
                     for path, f in image_files.items()
                     if not path.startswith(f"checkpoints/{checkpoint_name}/")
                 }
+                if (
+                    self._run.checkpoints / checkpoint_name
+                ).exists():  # damaged: in the store it may be whole
+                    checkpoint_files = self._image.checkpoints.get(checkpoint_name, {})
             image_files |= {
                 f"checkpoints/{checkpoint_name}/{file}": stored for file, stored in checkpoint_files.items()
             }
@@ -227,6 +233,7 @@ class Uploader:
                     f"{self._store.url} holds another run than {self._run.root}, or one that has gone on from it "
                     "elsewhere: give this run another checkpoint.upload"
                 )
+        self._image = self._earlier = found_image[1]
         return max([*listed_numbers, found_image[0]])
 
     def _put_records(self, view: RunView, present: dict[str, int]) -> Files:
@@ -335,8 +342,11 @@ class Uploader:
         self._store.write_object(head_name(own_number), head_bytes)
         self._head, self._sent = own_number, {}
         self._store.delete_objects([head_name(old_number) for old_number in head_numbers])
-        self._store.delete_objects(sorted(self._unused - needed_keys))
-        self._unused = needed_keys
+        if image.checkpoints.keys() - self._earlier.checkpoints.keys():
+            self._earlier = RunImage(time=0.0, files={})
+        held_keys = needed_keys | {stored.key for stored in self._earlier.files.values()}
+        self._store.delete_objects(sorted(self._unused - held_keys))
+        self._unused, self._image = held_keys, image
 
     def _tell_failure(self, error: Exception) -> None:
         if not self._failing_since:

@@ -443,6 +443,37 @@ def test_damaged_objects_are_left_out(tmp_path: Path) -> None:
     assert found is not None and found[0] == number
 
 
+def test_what_is_damaged_here_stays_in_the_store(tmp_path: Path) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path / 'store'}"
+    (tmp_path / "store").mkdir()
+    good = write_checkpoint(run, 1)
+    kept = {f"checkpoints/step-1/{path.name}": path.read_bytes() for path in good.iterdir()}
+    uploader = Uploader(url, run, ["here"], 0)
+    uploader._upload(look_at_run(run))
+    (good / store.MANIFEST).write_bytes(b"rotten")
+    write_checkpoint(run, 2)
+    uploader._upload(look_at_run(run))
+    uploader.finish(0)
+    assert kept.items() <= read_image(url).items()
+
+
+def test_what_a_start_could_not_read_stays_until_there_is_a_newer_checkpoint(tmp_path: Path) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path / 'store'}"
+    (tmp_path / "store").mkdir()
+    write_checkpoint(run, 1)
+    left_out = write_checkpoint(run, 2)
+    upload(run, url)
+    keys = {stored.key for stored in find_image(ObjectStore(url))[1].checkpoints["step-2"].values()}  # type: ignore[index]
+    shutil.rmtree(left_out)  # a reader took it for damaged
+    uploader = Uploader(url, run, ["here"], 0)
+    for step, is_kept in ((None, True), (3, False)):
+        if step is not None:
+            write_checkpoint(run, step)
+        uploader._upload(look_at_run(run))
+        assert (keys <= set(ObjectStore(url).list_objects(OBJECTS))) == is_kept
+    uploader.finish(0)
+
+
 def test_what_an_earlier_start_has_fetched_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,5 +635,7 @@ def test_any_kill_leaves_a_whole_image(data: st.DataObject) -> None:
         assert read_image(url) == contents_of(run)
         image = find_image(ObjectStore(url))
         assert image is not None
-        assert set(ObjectStore(url).list_objects(OBJECTS)) == {f.key for f in image[1].files.values()}
+        # What an earlier process has uploaded stays until there is a newer checkpoint.
+        named = [*image[1].files.values(), *uploader._earlier.files.values()]
+        assert set(ObjectStore(url).list_objects(OBJECTS)) == {f.key for f in named}
         uploader.finish(0)
