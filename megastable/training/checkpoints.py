@@ -94,6 +94,8 @@ class Checkpoints:
             hosts, rank = gather_objects(host_name()), dist.get_rank()
             if hosts.index(hosts[rank]) == rank:  # one rank of every host uploads what its ranks have written
                 self.uploader = Uploader(self.config.upload, run, hosts, rank)
+        # The others wait for the ranks that upload.
+        self._last_seconds = min(LAST_SECONDS, config.run.timeout / 2)
         self.trend = StepsOnTrend(self.config.healthy_after)
         self._model = config.model
         self.last = -1
@@ -487,13 +489,13 @@ class Checkpoints:
             return
         self.phase("upload")
         self._offer_view(self.last)
-        finished = self.uploader is None or self.uploader.finish(LAST_SECONDS)
+        finished = self.uploader is None or self.uploader.finish(self._last_seconds)
         for note in self.uploader.take_notes() if self.uploader is not None else ():
             self.log.say_line(f"WARNING: {note}")
         if not all(gather_objects(finished)):
             self.log.say_line(
-                f"WARNING: {self.config.upload} does not have the end of this run: {LAST_SECONDS:.0f} s were not "
-                f"enough; {self.run.resuming} uploads it"
+                f"WARNING: {self.config.upload} does not have the end of this run: {self._last_seconds:.0f} s were "
+                f"not enough; {self.run.resuming} uploads it"
             )
 
     def hear_ballot(self, sums: Sequence[float]) -> None:
