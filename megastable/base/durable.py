@@ -22,6 +22,12 @@ lock_file, sync_directory = durable_files.lock_file, durable_files.sync_director
 write_file = durable_files.write_file
 
 
+def sync_file(path: Path) -> None:
+    """Make the content of a file survive a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_output(path: Path, text: str) -> None:
     """Write a tool's output: a regular file atomically, anything else (a pipe, a device) directly.
 

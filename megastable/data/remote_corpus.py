@@ -19,7 +19,7 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.base.object_store import START_SECONDS, hide_waits, retry
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.order import Order
-from megastable.data.remote_shards import FETCHING, LOCKS, Remote, RemoteShards, sync_file
+from megastable.data.remote_shards import FETCHING, LOCKS, Remote, RemoteShards
 from megastable.data.shard_format import REMOTE, hash_file
 
 Int64s = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ def _fetch_tokenizer(remote: RemoteShards, manifest: Manifest, incoming: Path) -
     retry(lambda: remote.store.download_file(file_name, download_path), file_url, START_SECONDS)
     if hash_file(download_path) != manifest.tokenizer.xxh3:
         raise DataError(f"{file_url} is not the tokenizer that the manifest describes: upload it again")
-    sync_file(download_path)
+    durable.sync_file(download_path)
     os.replace(download_path, remote.folder / file_name)
 
 

@@ -176,7 +176,7 @@ class RemoteShards:
             )
             found_content = target_path.stat().st_size, hash_file(target_path)
             if found_content == wanted:
-                sync_file(target_path)
+                durable.sync_file(target_path)
                 return
             log.warning(
                 "%s/%s: came as %s, the manifest says %s", self.remote.url, name, found_content, wanted
@@ -265,9 +265,3 @@ class RemoteShards:
             yield
         finally:
             os.close(lock_descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make the content of a file survive a power cut."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

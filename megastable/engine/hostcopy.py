@@ -149,7 +149,7 @@ class HostCopy:
         pieces = (
             piece
             for copy, original in pairs
-            for piece in zip(slice_bytes(copy), slice_bytes(original.contiguous()), strict=True)
+            for piece in zip(slice_bytes(copy), slice_bytes(original), strict=True)
         )
         receive_slices(pieces, self._buffers, send)
 

@@ -5,12 +5,12 @@
         print(plan.time.seconds, overrides(plan.config, config))
 
 The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, by exchange
-and by ring, every ZeRO stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It
-prunes what cannot be better: a ring that writes its scores out,
-a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
-parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
-models its fewer messages are faster). Chunks of `parallel.tensor_overlap` are chosen for those that fit and may become
-the fastest of their tensor x pipeline by them.
+and by ring, every schedule of a pipeline, every ZeRO stage, recomputation and micro-batch that config/tree.py and the
+DeepSpeed files allow. It prunes what cannot be better: a ring that writes its scores out, a larger micro-batch or less
+recomputation than one that does not fit, more recomputation than needed, and tensor parallelism without sequence
+parallelism where that is possible: it sends the same bytes and takes more memory (in tiny models its fewer messages are
+faster). Chunks of `parallel.tensor_overlap` are chosen for those that fit and may become the fastest of their tensor x
+pipeline by them.
 """
 
 from __future__ import annotations
