@@ -226,6 +226,12 @@ class _Call:
             seen.add_(torch.zeros(other.shape).masked_fill_(other, -math.inf)[:, None, :, None])
         return out.copy_(torch.softmax(scores, -1, out=scores))
 
+    def multiply_by_slopes(self, ds: Tensor) -> None:
+        """ds [n, r, keys] times `slopes`, in place. In the memory of the scores, which are not needed any more: of two
+        dtypes torch would cast into new memory, twice."""
+        wide_ds = self.room(ds.shape).copy_(ds).mul_(self.slopes(ds.shape))
+        ds.copy_(wide_ds)
+
 
 def _like_stream(x: Tensor) -> Tensor:
     """New memory for [b, heads, s, d], laid out as the surrounding layers use it: [s, b, heads, d]."""
@@ -290,7 +296,7 @@ def _backward(
         call.part(dvalues, at).add_(torch.bmm(p.transpose(1, 2), up[..., :d]))
         ds = torch.bmm(up, call.part(values, at).transpose(1, 2), out=other(at.shape(call.g))).mul_(p)
         if cap is not None:
-            ds.mul_(call.slopes(at.shape(call.g)))
+            call.multiply_by_slopes(ds)
         call.part(dkeys, at).add_(torch.bmm(ds.transpose(1, 2), rows))
         to = call.view(dq, at)
         to.copy_(torch.baddbmm(rows, ds, k_part, beta=0, alpha=call.scale).view(to.shape))

@@ -20,7 +20,10 @@ from megastable.parallel.topology import TensorParallel
 from megastable_tools.plan import activations
 
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
-SOME = ["one", "one, Gemma 2", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
+SOME = [
+    "one", "one, Gemma 2", "one, Gemma 2, compiled", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2",
+    "DP2 ZeRO 3 full",
+]  # fmt: skip
 FEW = ["one", "one, fp16", "DP2 ZeRO 3 full"]
 ALL = os.environ.get("MEGASTABLE_FOOTPRINTS") == "all"
 
