@@ -50,6 +50,7 @@ class Shape:
     # With dropout: factors of [b, s, h] for samples of the batch and a place in the model, 0 or 1 / (1 - share).
     kept: Callable[[Tensor, int, int, int], Tensor] | None = None
     updates: int = 0  # applied so far: `train` counts them
+    product: Callable[[Tensor, Tensor], Tensor] = lambda x, w: x @ w.T  # of the blocks' linear layers
     samples: Tensor = field(default_factory=lambda: torch.arange(0))  # of the batch, as `train` sets them
 
     def drop(self, x: Tensor, place: int) -> Tensor:
@@ -151,7 +152,7 @@ def logits(
         seen = mask & (behind < shape.window) if near else mask
 
         def attention(y: Tensor, p: str = p, i: int = i, seen: Tensor = seen) -> Tensor:
-            y = y @ w[p + "attention.qkv.weight"].T
+            y = shape.product(y, w[p + "attention.qkv.weight"])
             if p + "attention.qkv.bias" in w:
                 y = y + w[p + "attention.qkv.bias"]
             q, key, v = y.split([h * d, k * d, k * d], -1)
@@ -173,10 +174,10 @@ def logits(
                     highest[i, j] = max(highest.get((i, j), -math.inf), float(score.detach().max()))
                 score = capped(score, shape.attention_cap).masked_fill(~seen, -math.inf)
                 heads.append((torch.softmax(score, -1) @ v[:, group].float()).to(y.dtype))
-            return torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
+            return shape.product(torch.cat(heads, -1), w[p + "attention.out.weight"])
 
         def mlp(y: Tensor, p: str = p) -> Tensor:
-            gate, up = (y @ w[p + "mlp.gate_up.weight"].T).chunk(2, -1)
+            gate, up = shape.product(y, w[p + "mlp.gate_up.weight"]).chunk(2, -1)
             if shape.clamp is not None:
                 gate, up = gate.clamp(max=shape.clamp), up.clamp(-shape.clamp, shape.clamp)
             if shape.gelu:
@@ -184,7 +185,7 @@ def logits(
                 gate = 0.5 * gate * (1 + torch.tanh(inner))
             else:
                 gate = gate * torch.sigmoid(gate)
-            return (gate * up) @ w[p + "mlp.down.weight"].T
+            return shape.product(gate * up, w[p + "mlp.down.weight"])
 
         x = joined(w, shape, i, "attention", x, attention)
         x = joined(w, shape, i, "mlp", x, mlp)

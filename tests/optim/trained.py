@@ -7,6 +7,7 @@ check(ranks, "sgd", c, plainly(c, "sgd"))         # against a plain rule after t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,10 +96,16 @@ def whole(ranks: list[dict[str, Any]], name: str, kind: str, tensor: int) -> dic
 
 
 def expected(
-    model: ModelConfig, rule: Any, micro_batches: int = BATCH // 2, spike: int | None = None
+    model: ModelConfig,
+    rule: Any,
+    micro_batches: int = BATCH // 2,
+    spike: int | None = None,
+    **shape_parts: Any,
 ) -> tuple[list[float], Any]:
-    """Gradient norms and the rule after the same ten steps in one process."""
-    _, norms, optimizer = reference.train(*plain(model), batches(spike), RATES, micro_batches, rule)
+    """Gradient norms and the rule after the same ten steps in one process. shape_parts: of `reference.Shape`."""
+    weights, shape = plain(model)
+    shape = replace(shape, **shape_parts)
+    _, norms, optimizer = reference.train(weights, shape, batches(spike), RATES, micro_batches, rule)
     return norms, optimizer
 
 
@@ -144,8 +151,10 @@ CLIPPINGS: dict[str, tuple[Any, Callable[[str], rules.Clip]]] = {
 }
 
 
-def plainly(c: RunConfig, optimizer: str, clipping: str = "norm", spike: int | None = None) -> Any:
-    """Norms, the rule and its clipping after the same ten steps in one process, in fp32."""
+def plainly(
+    c: RunConfig, optimizer: str, clipping: str = "norm", spike: int | None = None, **shape_parts: Any
+) -> Any:
+    """Norms, the rule and its clipping after the same ten steps in one process, in fp32; shape_parts: `expected`."""
     clip = CLIPPINGS[clipping][1]("embedding.weight" if c.model.tied else "head.weight")
 
     def make(w: dict[str, Tensor]) -> rules.Rule:
@@ -155,7 +164,7 @@ def plainly(c: RunConfig, optimizer: str, clipping: str = "norm", spike: int | N
             made.scales = rates_of(c, w)
         return made
 
-    return *expected(c.model, make, spike=spike), clip
+    return *expected(c.model, make, spike=spike, **shape_parts), clip
 
 
 def check(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megastable.config.tree import RunConfig
 from tests.distributed import run_ranks
@@ -45,8 +46,9 @@ SPIKE = 7  # a step with a gradient far larger than usual
 # Two choices round at more places than one does, and what clips by a threshold passes it on: at most 2.4 times ROUNDING
 # was measured.
 ALLOWED = 4 * ROUNDING
-# Norms of the first steps, and updates of ten, against fp32: measured up to 0.017 and 0.44.
+# Norms of the first steps, and updates of ten, against fp32: measured up to 0.024 and 0.56.
 LOW_NORM, LOW_UPDATE = 0.05, 0.7
+DRAWS = 6  # of plain training with products in FP8
 LAYERS = {"1": 2, "2": 3, "3": 4, "4": 4}  # by stages, which get different numbers of them
 # With ranks of their own, so that the quick suite trains no others.
 QUICK = ("*zero-residual-adafactor-norm", "*mup-adamw-value", "*deep-muon-adagc", "*caps-muon-clip-zclip")
@@ -124,6 +126,39 @@ LOW = [
 ]  # fmt: skip
 
 
+class RoundedProduct(torch.autograd.Function):
+    """x w^T, forward and backward of operands in FP8, each scaled by its largest magnitude. Before, every number moves
+    within bf16's rounding: `draws` chooses where."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, draws: torch.Generator) -> Tensor:
+        ctx.draws, ctx.operands = draws, [round_to_fp8(t, torch.float8_e4m3fn, draws) for t in (x, w)]
+        x, w = ctx.operands
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.operands
+        gradient = round_to_fp8(gradient, torch.float8_e5m2, ctx.draws)
+        return gradient @ w, gradient.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+def round_to_fp8(x: Tensor, to: torch.dtype, draws: torch.Generator) -> Tensor:
+    x = x * (1 + 2**-9 * (2 * torch.rand(x.shape, generator=draws) - 1))
+    scale = torch.finfo(to).max / x.abs().max().clamp(min=1e-30)
+    return (x * scale).clamp(-torch.finfo(to).max, torch.finfo(to).max).to(to).float() / scale
+
+
+def norms_in_fp8(c: RunConfig, row: pairs.Row) -> Tensor:
+    """Of the first steps, [draws, steps], by the plain rules with products in FP8. Last bits of bf16 decide which
+    number of FP8 an operand becomes, and training passes it on: in the sandwich model with tied weights norms are 5 %
+    below those of fp32 by step 4, with a standard deviation of 3 %. Without FP8 such bits move them by 0.3 %."""
+    draws = (torch.Generator().manual_seed(seed) for seed in range(DRAWS))
+    products = [lambda x, w, of=of: RoundedProduct.apply(x, w, of) for of in draws]
+    found = [trained.plainly(c, *rules_of(row, False), SPIKE, product=of)[0] for of in products]
+    return torch.tensor(found)[:, :5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOW)
 def test_choices_in_low_precision_are_near_the_plain_rules(name: str) -> None:
@@ -136,7 +171,12 @@ def test_choices_in_low_precision_are_near_the_plain_rules(name: str) -> None:
         assert rank["unchanged"] and rank["rewound"]
         assert rank["shared"].keys() == ranks[0]["shared"].keys()
         assert all(value.equal(ranks[0]["shared"][key]) for key, value in rank["shared"].items())
-    assert ranks[0]["norms"][:5] == pytest.approx(norms[:5], rel=LOW_NORM)
+    wanted, allowed = torch.tensor(norms[:5]), torch.full((5,), LOW_NORM)
+    if row["precision"] == "fp8":
+        drawn = norms_in_fp8(c, row)
+        wanted = drawn.mean(0)
+        allowed = allowed.maximum(3 * drawn.std(0) / wanted)
+    assert ((torch.tensor(ranks[0]["norms"][:5]) / wanted - 1).abs() < allowed).all()
     got, begun = trained.whole(all_ranks, name, "weight", c.parallel.tensor), plain(c.model)[0]
     ours, theirs = (torch.cat([(w[n] - begun[n]).flatten() for n in begun]) for w in (got, rule.master))
     assert relative(ours, theirs) < LOW_UPDATE
