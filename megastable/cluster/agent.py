@@ -139,7 +139,7 @@ class Agent:
             "attempt": None if a is None else a.number, "code": None if a is None else a.code,
             "fates": {} if a is None else {fate_rank: [f.code, f.signal] for fate_rank, f in a.fates.items()},
             "running": self.running, "problem": self.problem, "ended": self.ended, "port": self.port,
-            "stop": self.stop,
+            "stop": self.stop or (a is not None and a.asked),
         }  # fmt: skip
 
     def _obey(self, message: Message, link: StoreClient) -> None:

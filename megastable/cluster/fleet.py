@@ -40,10 +40,12 @@ class Attempt(Protocol):
     """One start of the launcher on all hosts.
 
     names: the hosts it runs on. code: the launcher's exit code, once known. fates: how ranks ended, by rank, in the
-    order seen. gone: hosts that were lost, and how: the end of a sentence.
+    order seen. gone: hosts that were lost, and how: the end of a sentence. asked: whether a signal to a launcher of
+    ours has asked for a stop.
     """
 
     number: int
+    asked: bool
     fates: dict[int, Fate]
     gone: dict[str, str]
 

@@ -255,6 +255,7 @@ class RemoteAttempt:
         self.names: Sequence[str] = tuple(names)
         self.fates: dict[int, Fate] = {}
         self.gone: dict[str, str] = {}
+        self.asked = False  # agents count signals to their launchers as their own
         self._codes: dict[str, int] = {}  # of the launchers that ended, in the order seen
         self._ordered: dict[str, float] = {}
         # Where it has begun: all of one that ran already.

@@ -23,6 +23,7 @@ import psutil
 
 from megastable.base import free_memory
 from megastable.base.errors import ConfigError
+from megastable.base.process import STOPS, hold_stops, release_stops
 from megastable.cluster.fleet import Attempt, Fate, Fleet, KernelView
 from megastable.cluster.gpu_health import NO_DRIVER, read_gpus
 from megastable.cluster.launcher import TrainingCommand, build_attempt_command
@@ -38,6 +39,7 @@ class LocalAttempt:
     """One start of the launcher, on this host; also one that an earlier supervisor or agent started (`found`).
 
     code: the launcher's exit code, once it has ended, if we started it. fates: how ranks of this host ended, by rank.
+    asked: whether a signal to the launcher, which never takes it, has asked for a stop.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class LocalAttempt:
         self.host = socket.gethostname()
         self.names: Sequence[str] = (self.host,)
         self._ranks: dict[int, int] = {}  # by process
+        self._launchers = [] if launcher is None else [launcher.pid]
+        self.asked = False
         self._scanned = -SCAN
         self._others = False
         self.fates: dict[int, Fate] = {}
@@ -64,6 +68,9 @@ class LocalAttempt:
     ) -> LocalAttempt:
         """Start `command`. Its output goes to a file, so that it outlives this process. environment: instead of ours.
         Raises ConfigError."""
+        # The launcher inherits what is held: by itself it would kill each rank 30 seconds after a signal that asks for
+        # a stop, saved or not. Ranks hold it until they can stop anyway.
+        hold_stops()
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as log_file:
@@ -73,6 +80,8 @@ class LocalAttempt:
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{command[0]} could not be started: {error}") from None
+        finally:
+            release_stops()
         return cls(run, number, launcher)
 
     @classmethod
@@ -90,6 +99,7 @@ class LocalAttempt:
         for pid, rank in self._ranks.items():
             if rank not in self.fates and (rank_fate := _fate(pid)) is not None:
                 self.fates[rank] = replace(rank_fate, host=self.host)
+        self.asked = self.asked or any(map(_was_asked, self._launchers))
         launcher_runs = self._launcher is not None and self.code is None
         if not launcher_runs or time.monotonic() - self._scanned >= SCAN:
             self._scan()
@@ -101,6 +111,7 @@ class LocalAttempt:
         self._scanned, self._others = time.monotonic(), bool(processes)
         process_by_rank = {rank: process for process, rank in _ranks(processes)}
         self._ranks |= {process.pid: rank for rank, process in process_by_rank.items()}
+        self._launchers = [process.pid for process in processes if not _is_rank(process)]
         return process_by_rank
 
     def find_failed_log(self) -> tuple[str, Path]:
@@ -150,9 +161,25 @@ def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process
     found = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            if any(argument.startswith("--local_rank") for argument in process.cmdline()):
+            if _is_rank(process):
                 found[process.pid] = process, int(process.environ()["RANK"]), process.ppid()
     return ((process, rank) for process, rank, parent in found.values() if parent not in found)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Or a fork of one; what has ended is none, as it is no launcher either."""
+    with contextlib.suppress(psutil.Error):
+        return any(argument.startswith("--local_rank") for argument in process.cmdline())
+    return True
+
+
+def _was_asked(pid: int) -> bool:
+    """Whether a signal that asks for a stop waits for process `pid`, which holds it (proc(5): ShdPnd)."""
+    with suppress(OSError):
+        process_status = Path(f"/proc/{pid}/status").read_text()
+        pending_mask = int(process_status.partition("ShdPnd:")[2].split()[0], 16)
+        return any(pending_mask & 1 << (number - 1) for number in STOPS)
+    return False
 
 
 def _kill_group(pid: int) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 
 from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
-from megastable.base.process import SAME, STOPS, release_stops
+from megastable.base.process import SAME, release_stops
 from megastable.cluster.fleet import Attempt, Fleet, KernelView
 from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.store import Store
@@ -280,7 +280,6 @@ class Supervisor:
             if is_late and by_our_wish and first_death is None and not self._storage_stalls():
                 is_hung = True
                 break
-        self._hear_launcher(attempt)  # one that had no ranks yet
         stack_files, hang_suspects = list[str](), Suspects()
         if is_hung:
             stack_files, mute_ranks = self.ranks.collect_stacks(attempt)
@@ -298,8 +297,8 @@ class Supervisor:
         return self._end(attempt, hang_suspects if is_hung else None)
 
     def _hear_launcher(self, attempt: Attempt) -> None:
-        if not self.signals and attempt.code in [-signal_number for signal_number in STOPS]:
-            self.say("stopping: the launcher was asked to, by a signal")  # its ranks may live on without it
+        if not self.signals and attempt.asked:
+            self.say("stopping: the launcher was asked to, by a signal")
             self._asked()
 
     def _other_hosts(self, attempt: Attempt, progress: Progress | None) -> str:
@@ -378,8 +377,8 @@ class Supervisor:
 
     def _somebody_died(self, attempt: Attempt) -> bool:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
-        # The launcher of one host may end while the others wait for it in the rendezvous. One that ends by the signal
-        # that has asked for a stop leaves its ranks to save.
+        # The launcher of one host may end while the others wait for it in the rendezvous. After a stop it ends with the
+        # code of its first rank.
         return bool(
             self.journal.state.since_launch
             or (attempt.code and not self.stopping)

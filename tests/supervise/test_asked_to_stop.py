@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,11 @@ import psutil
 import pytest
 
 from megastable.base import errors
+from megastable.base.process import STOPS
+from megastable.cluster.this_host import LocalAttempt
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import FLAG, make_mark
+from tests.patience import until
 from tests.supervise.test_supervisor import Supervised, settings
 
 STEPS = 24
@@ -46,13 +52,6 @@ def _launches(process: psutil.Process) -> bool:
     return False
 
 
-def imports(process: psutil.Process) -> bool:
-    """Whether it has got to torch. In its first hundredths of a second Python makes an error of a SIGINT: code 1."""
-    with suppress(OSError):
-        return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    return False
-
-
 def supervisor(run: Supervised) -> list[psutil.Process]:
     assert run.process is not None
     return [psutil.Process(run.process.pid)]
@@ -60,7 +59,7 @@ def supervisor(run: Supervised) -> list[psutil.Process]:
 
 MOMENTS: dict[str, Callable[[Supervised], object]] = {
     "the supervisor starts": lambda run: run.process is not None and holds(run.process.pid),
-    "the launcher starts": lambda run: any(map(imports, launchers(run))),
+    "the launcher starts": launchers,
     "the ranks start": lambda run: (
         len(ranks := run.ranks()) == 2 and all(holds(rank.pid) for rank in ranks.values())
     ),
@@ -104,3 +103,67 @@ def test_signal_ends_a_run_with_all_that_it_has(
     advice = subprocess.run(words, capture_output=True, text=True)
     assert advice.returncode == errors.STOPPED and "to go on:" in advice.stdout
     assert advice.stdout.splitlines()[-1].startswith("megastable supervise ")
+
+
+@pytest.mark.slow
+def test_everybody_is_asked_and_ranks_take_longer_than_the_launcher_would_wait(
+    supervised: Supervised,
+) -> None:
+    supervised.start()
+    supervised.until(lambda: MOMENTS["steps"](supervised))
+    everybody, ranks = RECEIVERS["everybody"](supervised), supervised.ranks().values()
+    for rank in ranks:
+        rank.suspend()
+    for process in everybody:
+        process.send_signal(signal.SIGTERM)
+    time.sleep(35)
+    for rank in ranks:
+        rank.resume()
+    assert supervised.finish() == errors.STOPPED, supervised.output.read_text()[-3000:]
+    (stopped,) = supervised.events("stopped")
+    assert (supervised.run.checkpoints / f"step-{stopped.step}/manifest.json").exists()
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if mark in process.cmdline()]
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("whom", [0, 1])
+def test_launcher_holds_a_signal_that_asks_for_a_stop_and_the_attempt_tells(
+    tmp_path: Path, whom: int, number: signal.Signals
+) -> None:
+    """DeepSpeed's launcher would kill each rank 30 seconds later, whether it has saved or not."""
+    run = RunDirectory(tmp_path)
+    mark = f"{FLAG}={make_mark(run, 1)}"
+    sleep = "import time; time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{sleep}', *sys.argv[1:]])"
+    attempt = LocalAttempt.start_launcher(run, 1, [sys.executable, "-c", parent, mark], tmp_path / "log")
+    try:
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOPS)
+        until(lambda: len(marked_processes(mark)) == 2 and attempt.poll_processes())
+        assert not attempt.asked
+        process = marked_processes(mark)[whom]
+        process.send_signal(number)
+        until(lambda: attempt.poll_processes() and attempt.asked)
+        assert len(marked_processes(mark)) == 2
+    finally:
+        attempt.kill_all()
+
+
+def test_signal_that_waits_for_a_rank_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that starts holds it, too: its launcher has sent it because another rank has failed."""
+    run = RunDirectory(tmp_path)
+    mark = f"{FLAG}={make_mark(run, 1)}"
+    monkeypatch.setenv("RANK", "0")
+    words = [sys.executable, "-c", "import time; time.sleep(600)", "--local_rank=0", mark]
+    rank = LocalAttempt.start_launcher(run, 1, words, tmp_path / "log")
+    attempt = LocalAttempt(run, 1)
+    try:
+        (process,) = until(lambda: marked_processes(mark))
+        process.send_signal(signal.SIGTERM)
+        assert attempt.poll_processes() and not attempt.asked
+        assert attempt.poll_processes() and not attempt.asked  # by what the first look has found
+        assert process.is_running()
+    finally:
+        rank.kill_all()
