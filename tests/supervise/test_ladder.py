@@ -62,8 +62,8 @@ plan = told["attempts"]
 plan = plan[min(number, len(plan)) - 1]
 assert json.loads(control.read_text())["attempt"] == number
 supervisor = os.getppid()
-if "dies" in plan and not (plan["survived"] and os.fork() == 0):
-    os.kill(os.getpid(), plan["dies"])
+if "asked" in plan:
+    os.kill(os.getpid(), plan["asked"])
 while plan.get("obeys") and not json.loads(control.read_text()).get("stop"):
     time.sleep(0.01)
 if "tells" in plan:
@@ -172,7 +172,7 @@ def test_supervisor_gives_ranks_the_time_to_save_if_one_stop_comes_twice(ladder:
     """A scheduler signals all processes one after the other; and hours that have passed are no signal."""
     plan = STOPPED | {"obeys": True, "tells": 0.6}
     if first == "the launcher":
-        plan |= {"dies": signal.SIGTERM, "survived": True}
+        plan |= {"asked": signal.SIGTERM}
     else:
         ladder.config = ladder.config.model_copy(
             update={"run": ladder.config.run.model_copy(update={"max_hours": 0.5 / 3600})}
