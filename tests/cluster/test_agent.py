@@ -219,6 +219,11 @@ def test_remote_attempt_from_start_to_end(run: RunDirectory) -> None:
     with Store(run) as store:
         fleet, attempt, _ = under_way(run, store)
         assert attempt.code is None and not attempt.gone and set(attempt.read_kernel_views()) == {0, 1}
+        # A signal to a launcher ends nobody: the supervisor is told, as of one to the agent.
+        assert fleet.find_host_asked_to_stop() is None
+        launchers = [process for process in marked(run) if process.pid not in pids(run)]
+        launchers[-1].send_signal(signal.SIGTERM)
+        until(lambda: attempt.poll_processes() and fleet.find_host_asked_to_stop() == "first")
         (run.root / "finishing").write_text("0")
         (run.root / "finishing").rename(run.root / "finish")  # with its content: ranks read it at once
         until(lambda: not attempt.poll_processes())
