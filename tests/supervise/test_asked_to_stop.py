@@ -121,7 +121,7 @@ def test_everybody_is_asked_and_ranks_take_longer_than_the_launcher_would_wait(
         rank.resume()
     assert supervised.finish() == errors.STOPPED, supervised.output.read_text()[-3000:]
     (stopped,) = supervised.events("stopped")
-    assert (supervised.run.checkpoints / f"step-{stopped.step}/manifest.json").exists()
+    assert (supervised.run.checkpoints / f"step-{stopped['step']}/manifest.json").exists()
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
