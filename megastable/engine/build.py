@@ -18,7 +18,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.free_memory import GIB, total_bytes
 from megastable.base.products import linear, linear_of_parameter
 from megastable.config.tree import RunConfig
-from megastable.engine.patches import Partitioned, make_own_groups
+from megastable.engine.patches import Partitioned
 from megastable.model import gpt
 from megastable.model.init import initialise_weights
 from megastable.model.kernels import DTYPES, Kernels
@@ -186,8 +186,7 @@ class _Pipeline(PipelineModule):
         rank_grid = PipeModelDataParallelTopology(
             num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data
         )
-        with make_own_groups():
-            super().__init__(layer_specs, topology=rank_grid, loss_fn=loss)
+        super().__init__(layer_specs, topology=rank_grid, loss_fn=loss)
 
     def _partition_layers(self, method: str = "") -> None:
         costs, is_block = [layer.cost for layer in self._layers], [layer.is_block for layer in self._layers]

@@ -136,24 +136,6 @@ def report_activities(engine: Any) -> None:
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
-@contextlib.contextmanager
-def make_own_groups() -> Iterator[None]:
-    """Inside, DeepSpeed makes a process group by its members alone; the other ranks get None. It lets all ranks meet
-    for every group of a grid of pipelines, and without tensor parallelism for one of each rank: 10^8 messages to the
-    store with 10,000 ranks. Needless when it makes them so itself."""
-
-    def make_group(ranks: Sequence[int]) -> Any:
-        return (
-            dist.new_group(list(ranks), use_local_synchronization=True) if dist.get_rank() in ranks else None
-        )
-
-    make_together, deepspeed.comm.new_group = deepspeed.comm.new_group, make_group
-    try:
-        yield
-    finally:
-        deepspeed.comm.new_group = make_together
-
-
 def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
     """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
     with hooks."""

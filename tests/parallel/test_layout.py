@@ -6,11 +6,15 @@ from __future__ import annotations
 from itertools import combinations, pairwise, product
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.parallel.layout import Layout, cut_into_stages
 from megastable.parallel.mappings import count_overlaps
+from megastable.parallel.topology import Topology
+from tests.distributed import run_ranks
 from tests.tiers import examples
 
 LAYOUTS = st.builds(Layout, st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
@@ -18,6 +22,23 @@ WITH_CONTEXT = st.builds(
     lambda tensor, pipeline, samples, context: Layout(tensor, pipeline, samples * context, context),
     *[st.integers(1, 4)] * 4,
 )
+
+
+def _make_groups_after_some() -> list[float]:
+    """Groups of all kinds, after one that the middle stage is not in: what all_reduce sums in each."""
+    topology = Topology(Layout(pipeline=3), dist.get_rank(), timeout=20)
+    made_groups = [topology.tied_group(), topology._make_own_group("pipeline"), topology.stage_group()]
+    found_sums = []
+    for group in made_groups:
+        summed = torch.tensor(10.0 ** dist.get_rank())
+        if group is not None:
+            dist.all_reduce(summed, group=group)
+        found_sums.append(float(summed))
+    return found_sums
+
+
+def test_groups_can_be_made_after_those_that_only_some_stages_are_in() -> None:
+    assert run_ranks(3, _make_groups_after_some) == [[101, 111, 1], [10, 111, 10], [101, 111, 100]]
 
 
 @settings(deadline=None)

@@ -12,14 +12,14 @@ from typing import Any
 from megastable.config.tree import RunConfig
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-COUNTED = (*OBJECTS, "all_reduce", "new_group")
+COUNTED = (*OBJECTS, "all_reduce")
 
 
 def count_start(config: RunConfig) -> tuple[list[str], dict[str, int]]:
     """Train as `config` says, in this process.
 
-    Returns, of the time until the first step: the collectives of Python objects, the making of process groups, and
-    "agree" for each sum by which ranks agree; and how often every file of the run and of its corpora was opened.
+    Returns, of the time until the first step: the collectives of Python objects, and "agree" for each sum by which
+    ranks agree; and how often every file of the run and of its corpora was opened.
     """
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def count_start(config: RunConfig) -> tuple[list[str], dict[str, int]]:
                 opens[str(arguments[0]).removeprefix(folder + "/").partition(".tmp-")[0]] += 1
 
     def call(name: str, function: Any, *arguments: Any, **named: Any) -> Any:
-        if counting[0] and (name in OBJECTS or name == "new_group"):
+        if counting[0] and name in OBJECTS:
             called.append(name)
         elif counting[0] and any(frame.name == "find_least" for frame in traceback.extract_stack()):
             called.append("agree")
