@@ -85,6 +85,7 @@ class Trainer:
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
                 seconds=round(activity.process_age(), 3), software=describe_software(self.engine.device),
                 peak_tflops=float(f"{peak:.4g}"), peak_source=source, lineage=start.lineage,
+                elementwise=self.engine.kernels.measured,
             ))  # fmt: skip
             self.checkpoints.begin_training(self.state, saved=start.restored is None)
             parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.enter_phase)

@@ -3,13 +3,13 @@ where the recipe leaves it open, those that are faster here.
 
 A short measurement at the start times each part by itself, forward and backward, at the run's shapes, against what
 torch.compile makes of the plain code (where blocks are compiled; else the plain code). What computes other numbers than
-plain PyTorch is not used.
+plain PyTorch is not used. The journal keeps what was measured, for the starts that resume the run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -21,7 +21,7 @@ from megastable.model import elementwise
 from megastable.model.attention import Rope, rope_table, rotate_pairs
 from megastable.model.block_parts import norm_rows, swiglu
 from megastable.model.elementwise import PARTS, Heads
-from megastable.model.kernels import DTYPES, Kernels
+from megastable.model.kernels import DTYPES, Kernels, Timing
 
 WIDEST = 8192  # elements of a norm's row: of wider ones the backward pass spills registers
 REPEATS = 10
@@ -178,33 +178,64 @@ def _read_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def keep_faster_parts(kernels: Kernels, config: RunConfig, device: torch.device) -> Kernels:
-    """`kernels` with those own parts that are right and faster on this device, if the recipe leaves it open."""
+def measure_part(
+    part: str, kernels: Kernels, config: RunConfig, device: torch.device, earlier: Sequence[Timing]
+) -> Timing:
+    """What own kernels are worth here; what an earlier start has measured at the same place, unless they fail now."""
+    case = make_case(part, config, device)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    shapes = ", ".join(" x ".join(map(str, given.shape)) for given in case.inputs)
+    dtype_name = str(case.inputs[0].dtype).removeprefix("torch.")
+    compiled_text = "compiled" if kernels.compile else "not compiled"
+    place = f"{device_name} with torch {torch.__version__}, {compiled_text}, {dtype_name} {shapes}"
+    known_timing = next(
+        (known for known in reversed(earlier) if (known.part, known.place) == (part, place)), None
+    )
+    if known_timing is not None and not is_faster(known_timing):
+        return known_timing
+    try:
+        if (error := find_error(case)) > ALIKE[case.inputs[0].element_size()]:
+            fault_text = (
+                f"compute other numbers than PyTorch here, relative error {error:.2g} (please report it)"
+            )
+            return Timing(part, place, fault=fault_text)
+        if known_timing is not None:
+            return known_timing
+        plain = torch.compile(case.plain, dynamic=False) if kernels.compile else case.plain
+        own_time, plain_time = (time_case(case, compute, device) for compute in (case.own, plain))
+        return Timing(part, place, own_time, plain_time)
+    except Exception as error:
+        # A compiler of kernels may raise anything; the run has others.
+        first_line = (str(error).splitlines() or [""])[0]
+        return Timing(part, place, fault=f"do not work here ({type(error).__name__}: {first_line[:200]})")
+
+
+def is_faster(timing: Timing) -> bool:
+    """Whether own kernels are to compute the part."""
+    return not timing.fault and timing.own_time < GAIN * timing.plain_time
+
+
+def keep_faster_parts(
+    kernels: Kernels, config: RunConfig, device: torch.device, earlier: Sequence[Timing] = ()
+) -> Kernels:
+    """`kernels` with those own parts that are right and faster on this device, if the recipe leaves it open.
+
+    earlier: what starts of the run have measured, the newest last. It holds for the same device, software and shapes:
+    by the clock a resume could take other kernels, which round differently.
+    """
     if config.kernels.elementwise != "auto" or not kernels.elementwise:
         return kernels
-    kept_parts, measured_texts, notes = list[str](), list[str](), list(kernels.notes)
-    for part in kernels.elementwise:
-        try:
-            case = make_case(part, config, device)
-            if (error := find_error(case)) > ALIKE[case.inputs[0].element_size()]:
-                notes.append(
-                    f"kernels.elementwise=auto: own kernels for {part} compute other numbers than PyTorch here, "
-                    f"relative error {error:.2g}; PyTorch computes {part}. Please report it"
-                )
-                continue
-            plain = torch.compile(case.plain, dynamic=False) if kernels.compile else case.plain
-            own_time, plain_time = (time_case(case, compute, device) for compute in (case.own, plain))
-        except Exception as error:
-            # A compiler of kernels may raise anything; the run has others.
-            first_line = (str(error).splitlines() or [""])[0]
+    timings = tuple(measure_part(part, kernels, config, device, earlier) for part in kernels.elementwise)
+    notes = list(kernels.notes)
+    for timing in timings:
+        begin_text = f"kernels.elementwise=auto: own kernels for {timing.part}"
+        known_places = [known.place for known in earlier if known.part == timing.part]
+        if timing.fault:
+            notes.append(f"{begin_text} {timing.fault}; PyTorch computes {timing.part}")
+        if known_places and timing.place not in known_places:
             notes.append(
-                f"kernels.elementwise=auto: own kernels for {part} do not work here ({type(error).__name__}: "
-                f"{first_line[:200]}); PyTorch computes {part}"
+                f"{begin_text} are measured again, on {timing.place}: earlier on {known_places[-1]}. Where the choice "
+                "is another one, so are the last bits"
             )
-            continue
-        measured_texts.append(f"{part} {own_time:.3f} ms, PyTorch's {plain_time:.3f}")
-        if own_time < GAIN * plain_time:
-            kept_parts.append(part)
-    return replace(
-        kernels, elementwise=tuple(kept_parts), measured="; ".join(measured_texts), notes=tuple(notes)
-    )
+    kept_parts = tuple(timing.part for timing in timings if is_faster(timing))
+    return replace(kernels, elementwise=kept_parts, measured=timings, notes=tuple(notes))

@@ -45,6 +45,7 @@ from megastable.fp8.apply import apply_fp8
 from megastable.fp8.controller import History
 from megastable.model import gpt
 from megastable.model.block_parts import keys_of_samples, share_norm_weights
+from megastable.model.kernels import Timing
 from megastable.model.loss import LossFunction
 from megastable.optim.build import build_optimizer as build_optimizer
 from megastable.optim.build import shared_state
@@ -61,7 +62,14 @@ COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "_
 class Engine:
     """A GPT with its optimizer on this rank of a `Topology`. All methods are collective."""
 
-    def __init__(self, config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        ds_config: dict[str, Any],
+        topology: Topology,
+        timings: Sequence[Timing] = (),
+    ) -> None:
+        """timings: what earlier starts of the run have measured of own kernels."""
         self.config, self.topology = config, topology
         self.device = choose_device()
         layout, p = topology.layout, config.parallel
@@ -81,7 +89,7 @@ class Engine:
                 )
             )
         if self.kernels.elementwise:  # measured by one rank, so that all choose alike
-            self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device))
+            self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device, timings))
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
         with silence_stdout():
             module = build_model(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)

@@ -104,6 +104,21 @@ class _InParts(torch.autograd.Function):
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+class Timing(NamedTuple):
+    """What a start has measured of a part of `elementwise.PARTS`: milliseconds of own kernels and of PyTorch's, or what
+    is wrong with own ones. place: the device, its software and the shapes, for which it holds."""
+
+    part: str
+    place: str
+    own_time: float = 0.0
+    plain_time: float = 0.0
+    fault: str = ""
+
+    def __str__(self) -> str:
+        times_text = f"{self.own_time:.3f} ms, PyTorch's {self.plain_time:.3f}"
+        return f"{self.part} {self.fault or times_text}"
+
+
 @dataclass(frozen=True)
 class Kernels:
     """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile. fp8: "off",
@@ -118,13 +133,13 @@ class Kernels:
     fp8: str = "off"
     notes: tuple[str, ...] = ()
     elementwise: tuple[str, ...] = ()
-    measured: str = ""
+    measured: tuple[Timing, ...] = ()
 
     def __str__(self) -> str:
         block_text = "compiled" if self.compile else "not compiled"
         fp8_text = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
         own_text = f", own kernels for {', '.join(self.elementwise)}" if self.elementwise else ""
-        measured_text = f" ({self.measured})" if self.measured else ""
+        measured_text = f" ({'; '.join(map(str, self.measured))})" if self.measured else ""
         return f"attention {self.attention}, loss {self.loss}, blocks {block_text}{own_text}{measured_text}{fp8_text}"
 
     @property

@@ -29,6 +29,7 @@ from megastable.data.loader import Loader, RankPart
 from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
 from megastable.engine.engine import Engine
+from megastable.model.kernels import Timing
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -41,6 +42,7 @@ from megastable.run.events.training_events import (
     Finished,
     MemoryOff,
     Resumed,
+    Training,
     Warned,
 )
 from megastable.run.log import RunLog
@@ -54,6 +56,11 @@ from megastable.training.startup import verify_held_out
 
 # A folder, its state, what it is ("checkpoint", or a point in "memory"), and how far its state was rounded.
 ResumedFrom = tuple[Path, store.RunState, str, dict[str, float]]
+
+
+def list_timings(run: RunDirectory) -> list[Timing]:
+    """What the starts of the run have measured of own kernels, the newest last."""
+    return [Timing(*fields) for event in run.iterate_events(Training) for fields in event.elementwise]
 
 
 class Start:
@@ -73,6 +80,7 @@ class Start:
             verify_held_out(run, corpora.held_out)
             changed = run_on_first(lambda: run.compare_recipe(config))
             self.lineage = run_on_first(lambda: secrets.token_hex(8))
+            timings = run_on_first(lambda: list_timings(run))
         data = deepspeed_json.size_of_data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)
         self.topology = Topology(self.layout, rank, config.run.timeout)
@@ -80,7 +88,9 @@ class Start:
         random.seed(config.run.seed + rank)
         np.random.seed((config.run.seed + rank) % 2**32)
         torch.manual_seed(config.run.seed + rank)
-        self.engine = Engine(config, self.ds_config, self.topology)
+        self.engine = Engine(config, self.ds_config, self.topology, timings)
+        if set(timings) & set(self.engine.kernels.measured):
+            self.log.say_line("kernels.elementwise=auto: as an earlier start of this run has measured")
         batch = config.train.micro_batch * self.layout.samples
         self.probes = ProbeSamples(
             self.engine, lambda corpora: self.make_whole_loader(corpora.train, batch), config.checkpoint.vitals.probes,

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,13 @@ from megastable.model import elementwise
 from megastable.model.elementwise import PARTS, Heads
 from megastable.model.gpt import Block
 from megastable.model.init import initialise_weights
-from megastable.model.kernels import Kernels
+from megastable.model.kernels import Kernels, Timing
 from megastable.parallel.topology import TensorParallel
+from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import Training
+from megastable.run.log import RunLog
+from megastable.train import Trainer, train
+from megastable.training.resume import list_timings
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.engine.test_numerics import every_way
@@ -418,7 +424,7 @@ def test_measurement_keeps_what_is_faster(kind: str, clock: dict[str, float]) ->
     clock |= {"heads": 0.5, "norms": 0.99, "swiglu": 0.97}
     kept = elementwise_choice.keep_faster_parts(TOLD, small_run(kind), CPU)
     assert kept.elementwise == ("heads", "swiglu") and not kept.notes
-    assert "heads 0.500 ms, PyTorch's 1.000" in str(kept) and "norms 0.990 ms" in str(kept)
+    assert "(heads 0.500 ms, PyTorch's 1.000; norms 0.990 ms, PyTorch's 1.000; swiglu" in str(kept)
     assert kept.replaceable.keys() >= {"elementwise"}
 
 
@@ -451,6 +457,71 @@ def test_nothing_is_measured_where_the_recipe_says_it() -> None:
     assert elementwise_choice.keep_faster_parts(TOLD, named, CPU) is TOLD
     none = Kernels("reference")
     assert elementwise_choice.keep_faster_parts(none, told, CPU) is none
+
+
+@interpreted
+def test_what_was_measured_holds_at_the_same_place(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock |= {"heads": 0.5, "norms": 1.5, "swiglu": 0.5}
+    c = small_run()
+    first = elementwise_choice.keep_faster_parts(TOLD, c, CPU)
+    clock |= {"heads": 1.5, "norms": 0.5, "swiglu": 1.5}
+    assert elementwise_choice.keep_faster_parts(TOLD, c, CPU, first.measured) == first
+    # The newest of several; those of other places do not count.
+    old = [timing._replace(own_time=9.0) for timing in first.measured]
+    elsewhere = [timing._replace(own_time=9.0, place=f"H100 {timing.place}") for timing in first.measured]
+    assert elementwise_choice.keep_faster_parts(TOLD, c, CPU, [*old, *first.measured, *elsewhere]) == first
+    again = elementwise_choice.keep_faster_parts(TOLD, c, CPU, elsewhere)
+    assert again.elementwise == ("norms",) and len(again.notes) == 3
+    assert again.notes[0].startswith(
+        f"kernels.elementwise=auto: own kernels for heads are measured again, on {first.measured[0].place}: earlier on "
+        f"H100 {first.measured[0].place}."
+    )
+    longer = c.model_copy(update={"train": c.train.model_copy(update={"micro_batch": 3})})
+    assert elementwise_choice.keep_faster_parts(TOLD, longer, CPU, first.measured).elementwise == ("norms",)
+    compiled = replace(TOLD, compile=True)
+    monkeypatch.setattr(torch, "compile", lambda plain, dynamic: plain)
+    assert elementwise_choice.keep_faster_parts(compiled, c, CPU, first.measured).elementwise == ("norms",)
+
+    def broken(given: Tensor) -> Tensor:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(elementwise, "swiglu", broken)
+    kept = elementwise_choice.keep_faster_parts(TOLD, c, CPU, first.measured)
+    assert kept.elementwise == ("heads",) and "swiglu do not work here" in kept.notes[0]
+
+
+def test_journal_keeps_what_was_measured(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    timings = [Timing("heads", "H100, bf16", 0.123456789, 1.0), Timing("swiglu", "H100", fault="do not work")]
+    log = RunLog(run, print)
+    for measured in (timings[:1], [], timings[1:]):
+        log.emit_event(Training(step=0, cursor=0, world=1, elementwise=measured))
+    assert list_timings(run) == timings
+
+
+def train_with_clock(config: RunConfig, own_time: float) -> str:
+    """On a rank: with own kernels though there is no GPU, at this pace; PyTorch takes 1. Returns the kernels."""
+    from megastable.engine import numerics
+
+    numerics.choose_parts = lambda *_: (PARTS, [])
+    elementwise_choice.time_case = lambda case, compute, _: own_time if compute is case.own else 1.0
+    kernels, begin = list[str](), Trainer._all_steps
+    Trainer._all_steps = lambda trainer: (kernels.append(str(trainer.engine.kernels)), begin(trainer))[1]  # type: ignore[method-assign]
+    train(config, Path("recipe.yaml"))
+    return kernels[0]
+
+
+@interpreted
+def test_a_resume_takes_the_kernels_of_the_start(corpus: Path, tmp_path: Path) -> None:
+    def run(steps: int) -> RunConfig:
+        times = {"steps": steps, "eval_samples": 0, "eval_interval": 0}
+        return tiny(corpus, tmp_path / "run", train=times, checkpoint={"interval": 2})
+
+    (first,) = run_ranks(1, train_with_clock, run(2), 0.5)
+    (second,) = run_ranks(1, train_with_clock, run(4), 1.5)
+    assert second == first and "own kernels for heads, norms, swiglu (heads 0.500 ms" in first
 
 
 @interpreted

@@ -25,8 +25,8 @@ class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
     started. lineage: of its copies on other disks and in memories. software: what rank 0 computes with
     (base/hardware.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
-    recipe. guarded: a loop of somebody else trains, under the guard alone: without recipe, data order and checkpoints
-    of ours."""
+    recipe. elementwise: what is known of own kernels (`Timing` in model/kernels.py). guarded: a loop of somebody else
+    trains, under the guard alone: without recipe, data order and checkpoints of ours."""
 
     NAME = "training"
     step: Whole
@@ -37,6 +37,7 @@ class Training(Event):
     software: Tree = NOTHING
     peak_tflops: Real = None
     peak_source: Text = None
+    elementwise: Items = ()
     guarded: Flag = None
 
     def describe_event(self) -> str:
