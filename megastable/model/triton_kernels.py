@@ -119,7 +119,7 @@ def unrotate_group(  # type: ignore[no-untyped-def]
         token_place = (token_index // samples) * by_place + (token_index % samples) * by_sample
         above = (
             token_place[:, None, None]
-            + (first_head + head_index)[None, :, None] * by_head
+            + (first_head + head_index).to(tl.int64)[None, :, None] * by_head
             + pair_index[None, None, :]
         )
         da = tl.load(upstream + above, mask=is_inside, other=0.0).to(tl.float32)

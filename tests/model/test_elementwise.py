@@ -194,6 +194,25 @@ def test_swiglu(s: int, b: int, f: int, turned: bool, dtype: torch.dtype) -> Non
     check(lambda x: (elementwise.swiglu(x),), plain, drawn(s + f, dtype, (s, b, 2 * f)), turned)
 
 
+@interpreted
+def test_heads_may_lie_over_two_thousand_million_elements_apart() -> None:
+    """as those of a gradient [heads, tokens, d] do: its memory is reserved, and not touched"""
+    from megastable.model import triton_kernels
+
+    qkv, *gradients = (
+        x.detach() for x in drawn(3, torch.bfloat16, (1, 1, 20), *[(1, 1, n, 4) for n in (3, 1, 1)])
+    )
+    far = torch.empty(2**31 + 4, dtype=torch.bfloat16).as_strided((1, 1, 3, 4), (4, 4, 2**30, 1))
+    far.copy_(gradients[0])
+    angle = torch.ones(1, 1, 1, 2)
+    found = torch.empty_like(qkv), torch.empty_like(qkv)
+    for upstream, gradient in zip((gradients[0], far), found, strict=True):
+        triton_kernels.unrotate(
+            (upstream, *gradients[1:]), qkv, None, None, angle.cos(), angle.sin(), gradient, 1e-6, False
+        )
+    assert torch.equal(*found)
+
+
 # In blocks
 
 BLOCKS: dict[str, dict[str, Any]] = {
