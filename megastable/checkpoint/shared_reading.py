@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,7 +46,7 @@ from megastable.engine.flatstate import KINDS
 from megastable.parallel.sharding import Fragment
 
 PIECE = 1 << 26  # bytes of a message between two ranks
-ROUND = 1 << 28  # bytes that a rank receives at once
+ROUND = 1 << 28  # bytes that a rank receives at once, and sends
 SUFFIXES = (".json", ".safetensors")  # of a rank's part
 
 
@@ -232,17 +232,35 @@ def locate_slices(
     return located
 
 
+def count_bytes(piece: Located) -> int:
+    return piece[2] - piece[1]
+
+
+def count_answers(sizes: Sequence[Sequence[int]]) -> list[int]:
+    """How many of the questions of each rank are answered in a round, from the first on, by at most `ROUND` bytes:
+    everyone's first one, then everyone's second, and so on. sizes: of the answers, by rank."""
+    answered_counts, room = [0] * len(sizes), ROUND
+    for number in range(max(map(len, sizes))):
+        for place in [place for place, rank_sizes in enumerate(sizes) if len(rank_sizes) > number]:
+            room -= sizes[place][number]
+            if room < 0:
+                return answered_counts
+            answered_counts[place] += 1
+    return answered_counts
+
+
 class Supply:
     """Hands out the elements that this rank fills its state with, in the order of `plans`. Those that another rank
-    holds come in rounds, of which all ranks take equally many."""
+    holds come in rounds, in which all ranks take part until nothing is missing anywhere. A rank holds at most `ROUND`
+    bytes of what it has received, and sends as much in a round, however many ranks want the files that it holds."""
 
     def __init__(self, held: HeldFiles, plans: Sequence[Sequence[Located]], group: Any) -> None:
         self._own, self._names, self._group = held.own or {}, sorted(held.contents.files), group
         self._places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         self._holders, self._plans = held.holders, deque(plans)
-        self._received: deque[Tensor] = deque()
-        self._rounds = deque(self._plan_rounds())
-        self._open = -find_least([-len(self._rounds)])[0]
+        self._missing = deque(piece for plan in plans for located in plan for piece in self._cut(*located))
+        self._received: dict[Located, Tensor] = {}
+        self._open = True
 
     def take_slices(self) -> list[Tensor]:
         """The elements of the next plan, fp32 [n] each."""
@@ -257,58 +275,71 @@ class Supply:
         taken = torch.empty(end - begin, dtype=torch.uint8)
         if name in self._own:
             taken.copy_(self._own[name][begin:end])
-        for start in range(begin, end if name not in self._own else begin, PIECE):
-            while not self._received:
+        for piece in self._cut(name, begin, end):
+            while piece not in self._received:
                 self._exchange()
-            message = self._received.popleft()
-            taken[start - begin : start - begin + len(message)] = message
+            self._missing.popleft()
+            taken[piece[1] - begin : piece[2] - begin] = self._received.pop(piece)
         return taken.view(torch.float32)
 
-    def _plan_rounds(self) -> Iterator[list[Located]]:
-        wanted, wanted_bytes = list[Located](), 0
-        for name, begin, end in (located for plan in self._plans for located in plan):
-            for start in range(begin, end if name not in self._own else begin, PIECE):
-                wanted.append((name, start, min(end, start + PIECE)))
-                wanted_bytes += wanted[-1][2] - start
-                if wanted_bytes >= ROUND:
-                    yield wanted
-                    wanted, wanted_bytes = [], 0
-        if wanted:
-            yield wanted
+    def _cut(self, name: str, begin: int, end: int) -> Iterator[Located]:
+        """The messages that bring these bytes, if another rank holds them."""
+        for start in range(begin, end if name not in self._own else begin, PIECE):
+            yield name, start, min(end, start + PIECE)
+
+    def _choose_questions(self) -> list[list[Located]]:
+        """By the place of the rank that holds it: what is missing of the next `ROUND` bytes, and not received yet."""
+        asked_pieces, room = [list[Located]() for _ in self._places], ROUND
+        for piece in self._missing:
+            room -= count_bytes(piece)
+            if room < 0:
+                break
+            if piece not in self._received:
+                asked_pieces[self._places[self._holders[piece[0]]]].append(piece)
+        return asked_pieces
 
     def _exchange(self) -> None:
-        """One round: all ranks of the group ask each other for bytes, and answer."""
-        self._open -= 1
-        wanted_parts = self._rounds.popleft() if self._rounds else []
-        holders = np.array([self._places[self._holders[name]] for name, _, _ in wanted_parts], np.int64)
-        by_holder = np.argsort(holders, kind="stable")
-        asked_numbers = [(self._names.index(name), begin, end) for name, begin, end in wanted_parts]
-        own_questions = torch.tensor(asked_numbers, dtype=torch.int64).view(-1, 3)[
-            torch.from_numpy(by_holder)
-        ]
-        asked_counts = [int(count) for count in np.bincount(holders, minlength=len(self._places))]
-        question_counts = self._all_to_all(
-            torch.tensor(asked_counts), [1] * len(asked_counts), [1] * len(asked_counts)
-        ).tolist()
-        received_questions = self._all_to_all(
-            own_questions.flatten(), [3 * n for n in asked_counts], [3 * n for n in question_counts]
-        ).view(-1, 3)
-        own_answers = [
-            self._own[self._names[number]][begin:end] for number, begin, end in received_questions.tolist()
-        ]
-        sent_sizes, awaited_sizes = (
-            [int(part.sum()) for part in (of[:, 2] - of[:, 1]).split(by_rank)]
-            for of, by_rank in ((received_questions, question_counts), (own_questions, asked_counts))
+        """One round: all ranks of the group ask each other for bytes, and get the first of them."""
+        asked_pieces, one_each = self._choose_questions(), [1] * len(self._places)
+        told_counts = self._swap_numbers(
+            [[len(pieces), len(self._missing)] for pieces in asked_pieces], [2 for _ in one_each]
         )
-        answer_bytes = torch.cat(own_answers) if own_answers else torch.empty(0, dtype=torch.uint8)
-        received_parts = self._all_to_all(answer_bytes, sent_sizes, awaited_sizes).split(
-            (own_questions[:, 2] - own_questions[:, 1]).tolist()
+        if not any(missing_count for _, missing_count in told_counts):
+            self._open = False
+            return
+        asked_numbers = [
+            [number for name, *ends in pieces for number in (self._names.index(name), *ends)]
+            for pieces in asked_pieces
+        ]
+        questions = [
+            [(self._names[name], begin, end) for name, begin, end in zip(*[iter(numbers)] * 3, strict=True)]
+            for numbers in self._swap_numbers(asked_numbers, [3 * count for count, _ in told_counts])
+        ]
+        given_counts = count_answers([[count_bytes(piece) for piece in pieces] for pieces in questions])
+        given_pieces = [pieces[:count] for pieces, count in zip(questions, given_counts, strict=True)]
+        came_counts = self._swap_numbers([[count] for count in given_counts], one_each)
+        came_pieces = [pieces[:count] for pieces, (count,) in zip(asked_pieces, came_counts, strict=True)]
+        answers = [self._own[name][begin:end] for name, begin, end in chain(*given_pieces)]
+        given_sizes, came_sizes = (
+            [sum(map(count_bytes, pieces)) for pieces in by_rank] for by_rank in (given_pieces, came_pieces)
         )
-        part_places = dict(zip(by_holder.tolist(), received_parts, strict=True))
-        self._received.extend(part_places[place] for place in range(len(wanted_parts)))
+        sent_bytes = torch.cat([torch.empty(0, dtype=torch.uint8), *answers])
+        received_pieces = list(chain(*came_pieces))
+        received_parts = self._all_to_all(sent_bytes, given_sizes, came_sizes).split(
+            [count_bytes(piece) for piece in received_pieces]
+        )
+        self._received.update(zip(received_pieces, received_parts, strict=True))
 
-    def _all_to_all(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
+    def _swap_numbers(self, sent: Sequence[Sequence[int]], received_sizes: Sequence[int]) -> list[list[int]]:
+        """A list of numbers to each rank of the group, and one from each."""
+        sent_numbers = torch.tensor(list(chain(*sent)), dtype=torch.int64)
+        received_numbers = self._all_to_all(sent_numbers, [len(numbers) for numbers in sent], received_sizes)
+        return [numbers.tolist() for numbers in received_numbers.split(list(received_sizes))]
+
+    def _all_to_all(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        received = torch.empty(sum(received_counts), dtype=sent.dtype, device=device)
-        dist.all_to_all_single(received, sent.to(device), received_counts, sent_counts, group=self._group)
+        received = torch.empty(sum(received_sizes), dtype=sent.dtype, device=device)
+        dist.all_to_all_single(
+            received, sent.to(device), list(received_sizes), list(sent_sizes), group=self._group
+        )
         return received.cpu()

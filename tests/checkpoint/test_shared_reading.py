@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megastable.checkpoint import shared_reading, store
 from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.shared_reading import (
     assign_holders,
+    count_answers,
     load_shared,
     read_checkpoint,
     read_newest_good,
@@ -65,13 +67,22 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def load_both(config: RunConfig, checkpoint: Path, room: bool = True, piece: int = 1 << 26) -> dict[str, Any]:
-    """Load as every rank alone, then as all together. Returns which elements differ, and the opens of every file."""
+    """Load as every rank alone, then as all together. Returns which elements differ, the opens of every file, and the
+    most bytes of a message that this rank has sent, or received, in pieces: all of a round."""
     opens, counting = Counter[str](), [False]
 
     def note_open(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and counting[0] and str(arguments[0]).startswith(str(checkpoint)):
             opens[Path(str(arguments[0])).name] += 1
 
+    largest, send = [0], dist.all_to_all_single
+
+    def note_message(received: torch.Tensor, sent: torch.Tensor, *options: Any, **named: Any) -> None:
+        if sent.dtype == torch.uint8:
+            largest[0] = max(largest[0], len(sent), len(received))
+        send(received, sent, *options, **named)
+
+    dist.all_to_all_single = note_message
     sys.addaudithook(note_open)
     shared_reading.PIECE, shared_reading.ROUND = piece, 2 * piece
     if not room:
@@ -92,6 +103,7 @@ def load_both(config: RunConfig, checkpoint: Path, room: bool = True, piece: int
         "differing": [*differing, *(alone.keys() ^ together.keys())],
         "opens": dict(opens),
         "held": held.own is not None,
+        "largest": largest[0],
     }
 
 
@@ -102,6 +114,7 @@ def test_every_file_is_read_once(writer: str, reader: str, saved: Any, corpus: P
     config = configure(corpus, tmp_path, reader)
     found = run_ranks(LAYOUTS[reader][0], load_both, config, checkpoint, True, 1 << 10)
     assert [rank["differing"] for rank in found] == [[]] * len(found)
+    assert max(rank["largest"] for rank in found) <= 2 << 10
     opens = sum((Counter(rank["opens"]) for rank in found), Counter[str]())
     files = store.read_contents(checkpoint).files
     assert opens == Counter([store.MANIFEST, *files])
@@ -165,6 +178,13 @@ def test_the_failure_of_one_reader_is_everybodys(name: str, saved: Any, tmp_path
 def rewrite_step(folder: Path, step: int) -> None:
     contents = store.read_contents(folder).model_copy(update={"step": step})
     (folder / store.MANIFEST).write_bytes(contents.to_sealed_bytes())
+
+
+def test_a_round_is_shared_by_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_reading, "ROUND", 10)
+    assert count_answers([[5, 5], [], [2, 3], [1]]) == [1, 0, 1, 1]
+    assert count_answers([[], [5, 5, 1], [0]]) == [0, 2, 1]
+    assert count_answers([[5, 5], [11]]) == [1, 0] and count_answers([[], []]) == [0, 0]
 
 
 def test_parts_are_shared_out() -> None:
