@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +38,16 @@ _awaited: dict[int, str] = {}
 _of_thread = threading.local()
 
 
+# What clients call it when credentials are missing, wrong or over: types of exceptions, and S3's codes.
+DENIALS = re.compile("Credential|Token|Unauthori|Authenticat|Forbidden|AccessDenied")
+
+
 class StoreError(OSError):
     """The store, or the way to it, fails: it may help to try again."""
+
+
+class DeniedError(StoreError):
+    """The store refuses our credentials, or there are none: it helps to renew them."""
 
 
 def is_url(text: str) -> bool:
@@ -84,6 +94,7 @@ def retry(
 
     Raises:
         FileNotFoundError: At once, the store has no such object.
+        DeniedError: At once if there is an end to the waiting: a start is refused, what trains waits for a person.
         OSError: At once for a full disk, otherwise the last one when it is given up.
     """
     stop_event, thread_number = stopped or threading.Event(), threading.get_ident()
@@ -98,6 +109,8 @@ def retry(
                 raise
             except OSError as error:
                 now = time.monotonic()
+                if isinstance(error, DeniedError) and seconds < float("inf"):
+                    raise
                 if is_full(error) or stop_event.is_set() or now - begin_time + pause_seconds > seconds:
                     raise
                 has_failed = True
@@ -116,8 +129,8 @@ def retry(
 class ObjectStore:
     """The objects below a URL, by their keys: relative names with slashes. Thread-safe.
 
-    All methods raise FileNotFoundError for an object that is not there, PermissionError where the store says no, and
-    StoreError for all else that the store or the network does.
+    All methods raise FileNotFoundError for an object that is not there, DeniedError where the store says no, and
+    StoreError for all else that the store or the network does. After a denial a new client looks for credentials again.
     """
 
     def __init__(self, url: str) -> None:
@@ -135,8 +148,10 @@ class ObjectStore:
         elif scheme in ("s3", "s3a"):
             # The other modes bind Python's random numbers where `give_own_random` does not reach.
             client_options |= {"config_kwargs": {"retries": {"mode": "legacy"}}}
+        self._denied = False
+        self._connect = partial(fsspec.core.url_to_fs, self.url, **client_options)
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **client_options)
+            self._files, self._root = self._connect()
         except ImportError as error:
             raise ConfigError(
                 f"{url}: {error}: {install_command('store')} for s3, the client of that name for others"
@@ -196,16 +211,17 @@ class ObjectStore:
     def _errors(self, key: str) -> Iterator[None]:
         object_url = f"{self.url}/{key}"
         try:
+            if self._denied:
+                self._files, self._denied = self._connect(skip_instance_cache=True)[0], False
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{object_url}: {error}") from None
-        except PermissionError as error:
-            raise PermissionError(f"{object_url}: no permission: {_in_a_line(error)}") from None
-        except OSError as error:
-            if is_full(error):
-                raise
-            raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
         except Exception as error:  # a client raises what it likes
+            if isinstance(error, OSError) and is_full(error):
+                raise
+            if _is_denial(error):
+                self._denied = True
+                raise DeniedError(f"{object_url}: no permission: {_in_a_line(error)}") from error
             raise StoreError(f"{object_url}: {_in_a_line(error)}") from error
 
 
@@ -214,6 +230,13 @@ def give_own_random() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in CLIENTS and getattr(module, "random", None) is random:
             module.random = _own_random  # type: ignore[attr-defined]
+
+
+def _is_denial(error: Exception) -> bool:
+    response = getattr(error.__cause__, "response", None)
+    s3_code = str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else ""
+    is_named = DENIALS.search(f"{type(error).__name__} {s3_code}") is not None
+    return is_named or isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
 
 
 def _in_a_line(error: Any) -> str:

@@ -19,7 +19,7 @@ from typing import IO
 import xxhash
 
 from megastable.base.errors import DataError, MegastableError
-from megastable.base.object_store import ObjectStore, StoreError
+from megastable.base.object_store import DeniedError, ObjectStore, StoreError
 
 BLOCK = 1 << 22  # bytes read and hashed at a time
 
@@ -34,7 +34,7 @@ class UploadProcess:
     def upload_file(self, path: Path, key: str, xxh3: str) -> None:
         """Upload a file whose hash is still the given one.
 
-        Raises FileNotFoundError if it has gone, DataError if it is another one now, and StoreError.
+        Raises FileNotFoundError if it has gone, DataError if it is another one now, DeniedError and StoreError.
         """
         if self._process is None or self._process.poll() is not None:
             words = [sys.executable, "-m", "megastable.base.upload_process", self.url]
@@ -54,7 +54,8 @@ class UploadProcess:
             raise StoreError(f"{self.url}/{key}: the process that uploads has ended")
         problem, text = json.loads(answer_line)
         if problem:
-            raise {"missing": FileNotFoundError, "changed": DataError}.get(problem, StoreError)(text)
+            kinds = {"missing": FileNotFoundError, "changed": DataError, "denied": DeniedError}
+            raise kinds.get(problem, StoreError)(text)
 
     def close(self) -> None:
         """End the process; it does not wait for an upload that is under way."""
@@ -75,6 +76,8 @@ def answer_requests(store: ObjectStore, requests: IO[str], answers: IO[str]) -> 
                 store.upload_file(path, request["key"])
         except FileNotFoundError as error:
             answer = "missing", str(error)
+        except DeniedError as error:
+            answer = "denied", str(error)
         except OSError as error:
             answer = "failed", str(error)
         answers.write(json.dumps(answer) + "\n")

@@ -11,7 +11,9 @@ their hash, and uploaded once. What the newest image no longer names is deleted,
 the run directory keeps. Two things stay: a checkpoint that is whole in the store and damaged here; and what an earlier
 process uploaded, until a checkpoint that it did not have is there as well: this one may have failed to read it.
 
-A store that fails stops nothing: it is tried again, with the newest view, for as long as the run lasts.
+A store that fails stops nothing: it is tried again, with the newest view, for as long as the run lasts. So is one that
+refuses our credentials, with those that are there by then. But it takes a person: that is said every hour, and the end
+of the run does not wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import xxhash
 from megastable.base import durable
 from megastable.base.collectives import gather_objects, mark_collective, run_on_first
 from megastable.base.errors import CheckpointError, ConfigError, DataError
-from megastable.base.object_store import LONGEST_PAUSE, ObjectStore, StoreError, retry
+from megastable.base.object_store import LONGEST_PAUSE, DeniedError, ObjectStore, StoreError, retry
 from megastable.base.upload_process import UploadProcess
 from megastable.checkpoint import store
 from megastable.run.directory import RunDirectory
@@ -56,6 +58,7 @@ log = logging.getLogger(__name__)
 MARKERS = (store.HEALTH, store.PINNED, store.QUARANTINED, store.ACCEPTED)
 OF_RANK = re.compile(r"(?:rank|rng)-(\d+)\.")
 HELP_SECONDS = 120.0  # without a new object of the other hosts, after which rank 0 uploads their files itself
+DENIED_SECONDS = 3600.0  # between two warnings that the store refuses our credentials
 LAST_SECONDS = 600.0  # that the end of a run waits for its last upload
 FETCH_SECONDS = 600.0  # that a start waits for a store that does not answer
 
@@ -118,7 +121,7 @@ class Uploader:
         self._unused = set[str]()  # objects that are there, or may be, and that the newest head does not need
         self._image, self._earlier = RunImage(time=0.0, files={}), RunImage(time=0.0, files={})
         self._damaged = set[str]()  # checkpoints that are left out
-        self._failing_since, self._notes = 0.0, list[str]()
+        self._failing_since, self._denied_said, self._notes = 0.0, float("-inf"), list[str]()
         self._thread = threading.Thread(target=self._run_thread, name="uploads", daemon=True)
         self._thread.start()
 
@@ -140,13 +143,13 @@ class Uploader:
         return taken_notes
 
     def finish(self, seconds: float) -> bool:
-        """Wait for what was offered, but not longer than that; whether it is in the store."""
+        """Wait for what was offered, but not longer than that, nor for new credentials; whether it is in the store."""
         self._closing = True
         self._wake.set()
         self._thread.join(seconds)
         self._given_up.set()
         self._process.close()
-        return not self._thread.is_alive() and not self.outdated
+        return not self._thread.is_alive() and not self.outdated and not self._failing_since
 
     # In its thread
 
@@ -173,6 +176,8 @@ class Uploader:
                 if not isinstance(error, OSError | DataError | CheckpointError):
                     log.exception("an upload failed")
                 self._tell_failure(error)
+                if self._closing and isinstance(error, DeniedError):
+                    return
                 with self._lock:
                     self._view = self._view or next_view
                 self._given_up.wait(pause_seconds)
@@ -349,13 +354,23 @@ class Uploader:
         self._unused, self._image = held_keys, image
 
     def _tell_failure(self, error: Exception) -> None:
-        if not self._failing_since:
-            self._failing_since = time.monotonic()
+        now, is_first = time.monotonic(), not self._failing_since
+        self._failing_since = self._failing_since or now
+        if isinstance(error, DeniedError):
+            if now - self._denied_said >= DENIED_SECONDS:
+                self._denied_said = now
+                self._note(
+                    f"NOT UPLOADED, the store refuses this run's credentials: {error}. Until they are renewed, "
+                    f"checkpoints are in {self._run.checkpoints} only. A file of credentials is read again at every "
+                    "try; those in variables need a restart"
+                )
+        elif is_first:
             self._note(f"not uploaded, tried again until it is: {error}")
 
     def _tell_success(self) -> None:
         if self._failing_since:
             seconds, self._failing_since = time.monotonic() - self._failing_since, 0.0
+            self._denied_said = float("-inf")
             self._note(f"uploaded again, after {seconds:.0f} s without {self._store.url}")
 
     def _note(self, text: str) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, fie
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.object_store import START_SECONDS, ObjectStore, retry
+from megastable.base.object_store import START_SECONDS, DeniedError, ObjectStore, retry
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import event_of_line
 from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect
@@ -167,7 +167,8 @@ def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> Non
     A directory that is gone, or older than the image, gets the records at once, and a plan by which the ranks fetch the
     checkpoints (checkpoint/uploads.py). A directory that continues the image, but has no checkpoint, gets the plan.
 
-    Raises ConfigError if the store holds another run, or cannot be read and there is no run here to go on with.
+    Raises ConfigError if the store holds another run, refuses our credentials, or cannot be read and there is no run
+    here to go on with. A refused run leaves store and directory as they were.
     """
     store, run = ObjectStore(url), RunDirectory(run_root)
     try:
@@ -179,6 +180,11 @@ def restore_records(run_root: Path, url: str, say: Callable[[str], None]) -> Non
             _restore(run, store, say)
     except FileNotFoundError as error:
         raise ConfigError(f"checkpoint.upload={url}: an object of its image is gone: {error}") from None
+    except DeniedError as error:
+        raise ConfigError(
+            f"checkpoint.upload={url} refuses this process's credentials: {error}: renew them, or go on without "
+            "uploads: checkpoint.upload=null"
+        ) from None
     except DataError as error:
         raise ConfigError(f"checkpoint.upload={url}: {error}: give another URL to begin without it") from None
     except OSError as error:
@@ -189,8 +195,16 @@ def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) 
     local_journal = run.journal.read_bytes() if run.journal.exists() else b""
     try:
         found_image = retry(lambda: find_image(store), store.url, START_SECONDS)
-        # A wrong bucket or a missing permission is found now, not at the first checkpoint.
-        retry(lambda: store.write_object("run.txt", f"{run.root}\n".encode()), store.url, START_SECONDS)
+        if found_image is None or JOURNAL not in found_image[1].files:
+            _claim_store(run, store)
+            return
+        image_number, stored_image = found_image
+        stored_journal = stored_image.files[JOURNAL]
+        is_continued = xxhash.xxh3_128_hexdigest(local_journal[: stored_journal.size]) == stored_journal.xxh3
+        if is_continued:
+            _claim_store(run, store)
+    except DeniedError:
+        raise
     except OSError as error:
         if not local_journal:
             raise ConfigError(
@@ -200,27 +214,48 @@ def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) 
             f"WARNING: checkpoint.upload={store.url} cannot be used now: {error}; the run goes on from {run.root}"
         )
         return
-    if found_image is None or JOURNAL not in found_image[1].files:
-        return
-    image_number, stored_image = found_image
-    stored_journal = stored_image.files[JOURNAL]
-    if xxhash.xxh3_128_hexdigest(local_journal[: stored_journal.size]) == stored_journal.xxh3:
+    if is_continued:
         _plan_missing(run, stored_image, local_journal[stored_journal.size :], say)
         return
+    image_age = time.time() - stored_image.time
     staging_folder = run.root / ".restoring"
     shutil.rmtree(staging_folder, ignore_errors=True)
+    try:
+        _fetch_records(run, store, stored_image, local_journal)
+        _claim_store(run, store)
+        say(
+            f"{run.root} is brought back from {store.url}, as it was {image_age / 60:.0f} minutes ago "
+            f"(image {image_number})"
+        )
+        _set_aside_left(run, stored_image, say)
+        for path in [path for path in stored_image.records if path != JOURNAL]:
+            (run.root / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging_folder / path, run.root / path)
+            durable.sync_directory((run.root / path).parent)
+        _write_plan(run, stored_image.checkpoints)
+        # Last: a directory with this journal has all the rest.
+        os.replace(staging_folder / JOURNAL, run.journal)
+        durable.sync_directory(run.root)
+    finally:
+        shutil.rmtree(staging_folder, ignore_errors=True)
+
+
+def _claim_store(run: RunDirectory, store: ObjectStore) -> None:
+    """Write down whose store it is, once nothing speaks against it: so a wrong bucket or a missing permission is found
+    now, not at the first checkpoint."""
+    retry(lambda: store.write_object("run.txt", f"{run.root}\n".encode()), store.url, START_SECONDS)
+
+
+def _fetch_records(run: RunDirectory, store: ObjectStore, image: RunImage, local_journal: bytes) -> None:
+    """Bring a newer image's records to `.restoring`. Raises ConfigError if it is of another run, or lacks lines."""
+    staging_folder, stored_journal = run.root / ".restoring", image.files[JOURNAL]
     fetch_file(store, stored_journal, staging_folder / JOURNAL, JOURNAL)
     if not (staging_folder / JOURNAL).read_bytes().startswith(local_journal):
         raise ConfigError(
             f"checkpoint.upload={store.url} holds another run than run.dir={run.root}, or one that has gone on from it "
             "elsewhere: give each run a URL of its own, or remove the one that is not wanted"
         )
-    image_age = time.time() - stored_image.time
-    say(
-        f"{run.root} is brought back from {store.url}, as it was {image_age / 60:.0f} minutes ago "
-        f"(image {image_number})"
-    )
-    record_files = {path: stored for path, stored in stored_image.records.items() if path != JOURNAL}
+    record_files = {path: stored for path, stored in image.records.items() if path != JOURNAL}
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         list(
             pool.map(
@@ -228,17 +263,7 @@ def _restore(run: RunDirectory, store: ObjectStore, say: Callable[[str], None]) 
                 record_files.items(),
             )
         )
-    _check_older(run, stored_image)
-    _set_aside_left(run, stored_image, say)
-    for path in record_files:
-        (run.root / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging_folder / path, run.root / path)
-        durable.sync_directory((run.root / path).parent)
-    _write_plan(run, stored_image.checkpoints)
-    # Last: a directory with this journal has all the rest.
-    os.replace(staging_folder / JOURNAL, run.journal)
-    durable.sync_directory(run.root)
-    shutil.rmtree(staging_folder, ignore_errors=True)
+    _check_older(run, image)
 
 
 def _check_older(run: RunDirectory, image: RunImage) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megastable.base import activity
 from megastable.base.collectives import (
     combine_answers,
     gather_objects,
@@ -487,15 +488,16 @@ class Checkpoints:
         """At the end of the run: wait until the store has all of it, if it comes to that."""
         if self.config.upload is None:
             return
-        self.phase("upload")
+        # The supervisor waits with it. That ends by itself.
+        self.phase("upload" if self.uploader is None else activity.STORE)
         self._offer_view(self.last)
         finished = self.uploader is None or self.uploader.finish(self._last_seconds)
         for note in self.uploader.take_notes() if self.uploader is not None else ():
             self.log.say_line(f"WARNING: {note}")
         if not all(gather_objects(finished)):
             self.log.say_line(
-                f"WARNING: {self.config.upload} does not have the end of this run: {self._last_seconds:.0f} s were "
-                f"not enough; {self.run.resuming} uploads it"
+                f"WARNING: {self.config.upload} does not have the end of this run, which waits at most "
+                f"{self._last_seconds:.0f} s for it; {self.run.resuming} uploads it"
             )
 
     def hear_ballot(self, sums: Sequence[float]) -> None:

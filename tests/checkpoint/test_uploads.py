@@ -6,14 +6,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.object_store import ObjectStore, StoreError
+from megastable.base.object_store import DeniedError, ObjectStore, StoreError
 from megastable.base.upload_process import UploadProcess, hash_content
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file, write_file
@@ -294,6 +296,78 @@ def test_a_store_that_fails_is_tried_again_and_said_once(
     assert read_image(url) == contents_of(run) and not uploader.take_notes()
 
 
+def test_refused_credentials_are_named_at_once_and_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    write_checkpoint(run, 10)
+    answers: list[Exception] = [StoreError("503"), PermissionError("The token has expired")]
+    clients, real = list[object](), LocalFileSystem.pipe_file
+
+    def answer(self: LocalFileSystem, *told: Any, **named: Any) -> None:
+        clients.append(self)
+        if answers:
+            raise answers.pop(0)
+        real(self, *told, **named)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", answer)
+    uploader = Uploader(url, run, ["here"], 0)
+    uploader.offer_view(look_at_run(run))
+    until(lambda: not uploader._failing_since and not answers)
+    outage, denial, success = uploader.take_notes()
+    assert "503" in outage and "uploaded again" in success
+    assert "NOT UPLOADED, the store refuses this run's credentials" in denial
+    assert "PermissionError: The token has expired" in denial and f"{run.checkpoints} only" in denial
+    # A denial leads to a new client.
+    assert clients[0] is clients[1] and len(set(map(id, clients))) == 2
+    # The end does not wait for a person.
+    answers += [PermissionError("over")] * 1000
+    add_line(run, "later")
+    uploader.offer_view(look_at_run(run))
+    assert not uploader.finish(60) and not uploader._thread.is_alive()
+    assert "over" in uploader.take_notes()[0]
+
+
+def test_refused_credentials_refuse_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
+    write_checkpoint(run, 10)
+    upload(run, url)
+
+    def deny(*_: object, **named: object) -> None:
+        raise PermissionError("The token has expired")
+
+    for refused in ("find", "pipe_file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalFileSystem, refused, deny)
+            with pytest.raises(
+                ConfigError, match="The token has expired: renew them, or go on without uploads"
+            ):
+                run_image.restore_records(run.root, url, print)
+    run_image.restore_records(run.root, url, print)
+
+
+class NoCredentialsError(Exception):
+    """as botocore's"""
+
+
+class HttpError(Exception):
+    code = 401
+
+
+@pytest.mark.parametrize("error", [NoCredentialsError(), HttpError(), OSError("the token is malformed")])
+def test_denials_of_all_kinds(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(error, OSError):
+        error.__cause__ = Exception()
+        error.__cause__.response = {"Error": {"Code": "InvalidToken"}}  # type: ignore[attr-defined]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
+    with pytest.raises(DeniedError, match="no permission"):
+        ObjectStore(f"file://{tmp_path}").read_object("it")
+
+
 def test_an_answer_that_is_lost_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head was written, or an object deleted, and the store's answer did not arrive."""
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
@@ -344,11 +418,14 @@ def test_two_runs_never_share_a_url(tmp_path: Path) -> None:
     run, url = make_run(tmp_path / "run"), f"file://{tmp_path}/store"
     write_checkpoint(run, 10)
     uploader = upload(run, url)
+    run_image.restore_records(run.root, url, print)
     other = make_run(tmp_path / "other")
     add_line(other, "of another run")
     (other.root / "journal.jsonl").write_text('{"event": "training", "name": "else"}\n')
     with pytest.raises(ConfigError, match="another run"):
         bring_back(other.root, url)
+    assert ObjectStore(url).read_object("run.txt") == f"{run.root}\n".encode()
+    assert not (other.root / ".restoring").exists()
     # While both run, the head tells.
     upload(run, url)
     with pytest.raises(StoreError, match="not of this process"):
@@ -392,6 +469,8 @@ def test_an_older_directory_is_brought_up_to_date(tmp_path: Path) -> None:
     edited.skips.write_text('{"position": 9}\n')
     with pytest.raises(ConfigError, match="has lines"):
         bring_back(edited.root, url)
+    assert ObjectStore(url).read_object("run.txt") == f"{tmp_path / 'old'}\n".encode()
+    assert not (edited.root / ".restoring").exists()
 
 
 def test_an_older_directory_loses_the_checkpoints_that_the_run_has_left_since(tmp_path: Path) -> None:

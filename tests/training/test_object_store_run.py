@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
 import pytest
 import yaml
 
-from megastable.base.object_store import ObjectStore
+from megastable.base.object_store import DeniedError, ObjectStore, StoreError
+from megastable.base.upload_process import UploadProcess
 from megastable.checkpoint import store
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt_shards
 from megastable.data.shard_format import ShardWriter, hash_file
@@ -132,6 +134,43 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
                 with suppress(psutil.NoSuchProcess):
                     getattr(member, action)()
     process.wait()
+
+
+@pytest.mark.slow
+def test_refused_credentials_are_told_from_an_outage_and_renewed(
+    server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_from_now_on(count: bytes) -> None:
+        """moto asks for credentials of a user that there is, after so many requests."""
+        url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset-auth"
+        urlopen(Request(url, data=count, headers={"Content-Type": "text/plain"}, method="POST"))
+
+    object_store, process = ObjectStore("s3://bucket/runs"), UploadProcess("s3://bucket/runs")
+    (tmp_path / "file").write_bytes(b"content")
+    file = tmp_path / "file", "two", hash_file(tmp_path / "file")
+    object_store.write_object("one", b"")
+    process.upload_file(*file)
+    check_from_now_on(b"0")
+    with pytest.raises(DeniedError, match="one"):
+        object_store.write_object("one", b"")
+    with pytest.raises(DeniedError, match="two"):
+        process.upload_file(*file)
+    process.close()
+    check_from_now_on(b"1000000")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    credentials = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    with pytest.raises(DeniedError, match="Credential"):
+        object_store.write_object("one", b"")
+    credentials.write_text("[default]\naws_access_key_id = me\naws_secret_access_key = secret\n")
+    object_store.write_object("one", b"renewed")
+    assert object_store.read_object("one") == b"renewed"
+    server.kill()
+    with pytest.raises(StoreError) as caught:
+        object_store.write_object("one", b"")
+    assert not isinstance(caught.value, DeniedError)
 
 
 @pytest.mark.slow

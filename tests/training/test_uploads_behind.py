@@ -96,6 +96,22 @@ def train_in_outages(config: RunConfig, phases: Path) -> int:
         watcher.join()
 
 
+def train_without_store(config: RunConfig) -> int:
+    def refuse(self: ObjectStore, key: str, content: bytes) -> None:
+        if key.startswith(OBJECTS):
+            raise StoreError("503")
+
+    ObjectStore.write_object = refuse  # type: ignore[method-assign]
+    return train(config)
+
+
+@pytest.mark.slow
+def test_the_end_waits_for_its_upload_no_longer_than_the_other_ranks_do(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, tmp_path / "run", 2, upload=f"file://{tmp_path}/store")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"timeout": 20})})
+    assert run_ranks(2, train_without_store, config) == [0, 0]
+
+
 @pytest.mark.slow
 def test_outages_pause_a_step_for_data_and_nothing_for_uploads(corpus: Path, tmp_path: Path) -> None:
     plain, run, cache = tmp_path / "plain", tmp_path / "run", tmp_path / "cache"
