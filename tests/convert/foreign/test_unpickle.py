@@ -20,7 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
-from megastable_tools.convert.foreign.unpickle import StandIn, load_pickle, parse_number, read_fields
+from megastable_tools.convert.foreign.unpickle import (
+    StandIn,
+    load_pickle,
+    parse_number,
+    read_fields,
+    read_member_name,
+)
 from tests.tiers import examples
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False])
@@ -37,8 +43,9 @@ def test_load_reads_data_and_lets_strange_classes_stand_still(tmp_path: Path, zi
         "weight": torch.arange(6.0).view(2, 3),
         "half": torch.ones(3, dtype=torch.bfloat16),
         "args": argparse.Namespace(num_layers=2, nested=[torch.ones(2)]),
-        # An IntEnum of 200, as DeepSpeed's stage of ZeRO is one. Python 3.11.0 to 3.11.3 pickle enums by name.
+        # An IntEnum of 200, as DeepSpeed's stage of ZeRO is one; and as Python 3.11.0 to 3.11.3 pickle it.
         "stage": Calls(http.HTTPStatus, 200),
+        "named": Calls(getattr, http.HTTPStatus, "OK"),
         "shape": torch.Size([2, 3]),
         "groups": collections.OrderedDict(a=(1, None, True)),
         "lists": collections.defaultdict(list, {"a": [1]}),
@@ -53,7 +60,9 @@ def test_load_reads_data_and_lets_strange_classes_stand_still(tmp_path: Path, zi
     assert read_fields(found["args"])["num_layers"] == 2
     assert torch.equal(read_fields(found["args"])["nested"][0], torch.ones(2))
     assert isinstance(found["args"], StandIn) and found["args"].path == "argparse.Namespace"
-    assert parse_number(found["stage"]) == 200
+    assert parse_number(found["stage"]) == 200 and read_member_name(found["stage"]) is None
+    assert parse_number(found["named"]) is None and read_member_name(found["named"]) == "OK"
+    assert read_member_name(Calls(getattr)) is None
     assert isinstance(found["path"], StandIn) and read_fields(found["rng"][1]) == {}
 
 

@@ -191,6 +191,7 @@ def _check(parts: Parts, state: ZeroState, prefix: str, where: Path) -> None:
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # DeepSpeed's names of them
 LARGEST = 1 << 42  # elements of a parameter: more means a damaged file
 
 
@@ -243,7 +244,9 @@ class ZeroState:
             for rank_file in rank_files
         ]
         first = held[0]
-        named_stage = int(unpickle.parse_number(first.get("zero_stage")) or 1)
+        written_stage = first.get("zero_stage")
+        member_name = unpickle.read_member_name(written_stage)
+        named_stage = int(unpickle.parse_number(written_stage) or STAGES.get(member_name or "", 1))
         self.stage = 3 if "fp32_flat_groups" in first else named_stage
         loss_scaler = unpickle.read_fields(first.get("loss_scaler"))
         self.loss_scale = unpickle.parse_number(loss_scaler.get("cur_scale"))

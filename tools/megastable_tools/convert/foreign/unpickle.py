@@ -82,6 +82,12 @@ def parse_number(value: Any) -> float | None:
         return None
 
 
+def read_member_name(value: Any) -> str | None:
+    """The name of an enum's member as Python 3.11.0 to 3.11.3 pickle it: by its name; None for anything else."""
+    is_attribute = isinstance(value, StandIn) and value.path == "builtins.getattr" and len(value.args) == 2
+    return value.args[1] if is_attribute and isinstance(value.args[1], str) else None
+
+
 def load_pickle(path: Path) -> Any:
     """The content that `torch.save` wrote to `path`; tensors on the CPU, mapped if the format allows it, not read.
 
