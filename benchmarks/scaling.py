@@ -76,6 +76,9 @@ LAYOUTS = {
     "PP2 tied": Case(2, PP2, {"tied": True}),
     "PP4": Case(4, {"pipeline": 4}),
     "TP2+SPxPP2 zero-bubble": Case(4, SP2 | PP2 | {"schedule": "zero_bubble"}),
+    "TP2+SPxPP2 zero-bubble in chunks": Case(
+        4, SP2 | PP2 | {"schedule": "zero_bubble", "tensor_overlap": 2, "recompute": "full"}, MIXED
+    ),
     "DP2 ZeRO 1": Case(2),
     "DP4 ZeRO 1 in buckets": Case(4, zero=SMALL_BUCKETS),
     "PP2xDP2 ZeRO 1 tied, in buckets": Case(4, PP2, {"tied": True}, zero=SMALL_BUCKETS),

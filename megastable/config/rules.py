@@ -119,11 +119,6 @@ def _impossible_zero_bubble(p: ParallelConfig, precision: PrecisionConfig) -> It
             "parallel.schedule=zero_bubble orders the passes of several stages: set parallel.pipeline above 1, or use "
             "parallel.schedule=1f1b"
         )
-    if p.tensor_overlap > 1:
-        yield (
-            f"parallel.schedule=zero_bubble with parallel.tensor_overlap={p.tensor_overlap}: products whose weight "
-            "gradients come later send the whole sequence; leave one of the two out"
-        )
     if precision.fp8 is not None and precision.fp8.backend != "emulated":
         yield (
             f"parallel.schedule=zero_bubble with precision.fp8.backend={precision.fp8.backend}: Transformer Engine's "

@@ -95,12 +95,12 @@ def _make(
 
 
 def defer_weight_gradients(layer: nn.Module) -> None:
-    """Let the products of a block leave their weight gradients for later. They are not compiled then."""
+    """Let the products of a block leave their weight gradients for later, as those of overlapped.py do by themselves.
+    They are not compiled then."""
     if isinstance(layer, gpt.Block):
         for part in layer.modules():
-            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                is_entered = isinstance(part, ColumnParallelLinear) and part.tp.size > 1
-                part.product = partial(multiply_deferring, tp=part.tp if is_entered else None)
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear) and part.product is linear:
+                part.product = multiply_deferring
         layer.compile_in_pieces()
 
 

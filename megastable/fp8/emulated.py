@@ -206,18 +206,20 @@ class _Product(torch.autograd.Function):
             if product.tp is not None:
                 summing = begin_entering_sum(dx, product.tp)
 
-        def differentiate_weight() -> Tensor:
-            if product.tp is None or not product.gathers_again:
+        def differentiate_weight(given_input: Tensor) -> Tensor:
+            if not product.gathers_again:
                 quantized_input = Quantized(*saved_input, *ctx.layout)
             else:
-                begun = begin_gather(saved_input[0], product.tp) if gathering is None else gathering
-                whole_input = begun.wait()
-                input_rows = whole_input.reshape(-1, whole_input.shape[-1])
+                input_rows = given_input.reshape(-1, given_input.shape[-1])
                 quantized_input = product.quantize(input_rows, INPUT, False)[1]
             return multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
 
-        if ctx.needs_input_grad[1] and not defer_gradient(ctx.weight, differentiate_weight):
-            dw = differentiate_weight()
+        if ctx.needs_input_grad[1] and is_deferring():
+            defer_gradient(
+                ctx.weight, saved_input[0], differentiate_weight, product.tp if product.gathers_again else None
+            )
+        elif ctx.needs_input_grad[1]:
+            dw = differentiate_weight(saved_input[0] if gathering is None else gathering.wait())
         if summing is not None:
             dx = summing.wait()
         return dx, dw, None, None

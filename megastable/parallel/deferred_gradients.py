@@ -14,17 +14,26 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megastable.base.products import differentiate_product, multiply_rows
-from megastable.parallel.overlapped import differentiate_entered, multiply_entered
+from megastable.base.products import differentiate_product, differentiate_weight, flatten_rows, multiply_rows
+from megastable.parallel.mappings import begin_gather
 from megastable.parallel.topology import TensorParallel
 
-Later = tuple[Tensor, Callable[[], Tensor | None]]  # a weight, and what computes its gradient
+
+class _Later(NamedTuple):
+    """A weight, and what computes its gradient from the input of its product; `tp`: over whose group that is gathered
+    before."""
+
+    weight: Tensor
+    given_input: Tensor
+    compute: Callable[[Tensor], Tensor]
+    tp: TensorParallel | None
 
 
 class DeferredGradients:
@@ -32,7 +41,7 @@ class DeferredGradients:
     gradients of their outputs, in memory."""
 
     def __init__(self) -> None:
-        self._passes: deque[deque[Later]] = deque()
+        self._passes: deque[deque[_Later]] = deque()
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -49,17 +58,26 @@ class DeferredGradients:
         finally:
             _collected = None
 
+    @torch.no_grad()
     def compute_oldest(self) -> None:
         """Compute what the oldest pass has left, in the order of that pass. Collective over the tensor group where
-        layers gather their input again."""
+        layers gather their input again: one is under way while products are computed that do not need it."""
         left_gradients = self._passes.popleft()
+        messages = deque((later.given_input, later.tp) for later in left_gradients if later.tp is not None)
+        gathering = begin_gather(*messages.popleft()) if messages else None
         while left_gradients:
-            given_weight = _Deferred.apply(*left_gradients.popleft())
+            weight, product_input, compute, tp = left_gradients.popleft()
+            if tp is not None:
+                assert gathering is not None
+                product_input = gathering.wait()
+                gathering = begin_gather(*messages.popleft()) if messages else None
+            with torch.enable_grad():
+                given_weight = _Deferred.apply(weight, partial(compute, product_input))
             # Its own gradient is not looked at: given, so that autograd does not have to make one.
             torch.autograd.backward([given_weight], [given_weight.detach()])
 
 
-_collected: deque[Later] | None = None  # of the backward pass that is going on, if it leaves any
+_collected: deque[_Later] | None = None  # of the backward pass that is going on, if it leaves any
 
 
 def is_deferring() -> bool:
@@ -67,12 +85,13 @@ def is_deferring() -> bool:
     return _collected is not None
 
 
-def defer_gradient(weight: Tensor, compute: Callable[[], Tensor | None]) -> bool:
-    """In the backward pass of a product: whether the gradient of `weight`, the parameter itself, is left for later."""
-    if _collected is None:
-        return False
-    _collected.append((weight, compute))
-    return True
+def defer_gradient(
+    weight: Tensor, given_input: Tensor, compute: Callable[[Tensor], Tensor], tp: TensorParallel | None = None
+) -> None:
+    """In the backward pass of a product, while `is_deferring`: leave the gradient of `weight`, the parameter itself, for
+    later. compute: called with `given_input`, or with what its tensor group gathers of it, if `tp` is given."""
+    assert _collected is not None
+    _collected.append(_Later(weight, given_input, compute, tp))
 
 
 class _Deferred(torch.autograd.Function):
@@ -91,31 +110,23 @@ class _Deferred(torch.autograd.Function):
 
 class _DeferringProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel | None) -> Tensor:
-        # Not the saved one: under recomputation that is detached.
-        ctx.tp, ctx.weight = tp, w
-        y, kept = (multiply_rows(x, w), x) if tp is None else multiply_entered(x, w, tp)
-        ctx.save_for_backward(kept, w)
-        return y
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.weight = w  # not the saved one: under recomputation that is detached
+        ctx.save_for_backward(x, w)
+        return multiply_rows(x, w)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (kept, w), tp, (needs_input, needs_weight, _) = ctx.saved_tensors, ctx.tp, ctx.needs_input_grad
-
-        def differentiate(*needed: bool) -> tuple[Tensor | None, Tensor | None]:
-            if tp is None:
-                return differentiate_product(gradient, kept, w, needed)
-            return differentiate_entered(gradient, kept, w, tp, needed)
-
-        if needs_weight and defer_gradient(ctx.weight, lambda: differentiate(False, True)[1]):
-            return differentiate(needs_input, False)[0], None, None
-        return *differentiate(needs_input, needs_weight), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, w), (needs_input, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        if not (needs_weight and is_deferring()):
+            return differentiate_product(gradient, x, w, ctx.needs_input_grad)
+        defer_gradient(ctx.weight, x, lambda x: differentiate_weight(flatten_rows(gradient), x, w))
+        return differentiate_product(gradient, x, w, (needs_input, False))[0], None
 
 
-def multiply_deferring(x: Tensor, w: Tensor, tp: TensorParallel | None = None) -> Tensor:
-    """`products.linear`, or with `tp` `overlapped.enter_and_multiply`, bit for bit, whose weight gradient can be
-    deferred. x [..., in], w [out, in], a parameter -> [..., out]. Not for compiled code, which would compute both
-    gradients."""
-    y: Tensor = _DeferringProduct.apply(x, w, tp)
+def multiply_deferring(x: Tensor, w: Tensor) -> Tensor:
+    """`products.linear`, bit for bit, whose weight gradient can be deferred. x [..., in], w [out, in], a parameter ->
+    [..., out]. Not for compiled code, which would compute both gradients."""
+    y: Tensor = _DeferringProduct.apply(x, w)
     return y

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megastable.base.products import linear, linear_of_parameter
+from megastable.parallel.deferred_gradients import multiply_deferring
 from megastable.parallel.mappings import leave_tensor_region
 from megastable.parallel.overlapped import enter_and_multiply, multiply_and_leave
 from megastable.parallel.sharding import Placement, set_placement
@@ -67,7 +68,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # What replaces the product, as FP8 and traces do, multiplies the whole.
-        if self.tp.chunks > 1 and self.product in (linear, linear_of_parameter):
+        if self.tp.chunks > 1 and self.product in (linear, linear_of_parameter, multiply_deferring):
             return multiply_and_leave(x, self.weight, self.tp)
         return leave_tensor_region(self.product(x, self.weight), self.tp)
 

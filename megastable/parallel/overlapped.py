@@ -33,6 +33,7 @@ from megastable.base.products import (
     multiply_parts,
     multiply_rows,
 )
+from megastable.parallel.deferred_gradients import defer_gradient, is_deferring
 from megastable.parallel.mappings import (
     begin_entering_sum,
     begin_gather,
@@ -47,6 +48,8 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
+        if not torch.compiler.is_compiling():
+            ctx.weight = w  # not the saved one: under recomputation that is detached
         if torch.compiler.is_compiling() and tp.chunks > 1:
             y, whole_input = _entered_op(x, w, *_describe(tp))
             kept = x if tp.gathers_again else whole_input
@@ -61,7 +64,14 @@ class _Entering(torch.autograd.Function):
         kept, w = ctx.saved_tensors
         if torch.compiler.is_compiling():
             return *_entered_gradients_op(gradient, kept, w, *_describe(ctx.tp)), None
-        return *differentiate_entered(gradient, kept, w, ctx.tp, ctx.needs_input_grad), None
+        (needs_input, needs_weight, _), tp = ctx.needs_input_grad, ctx.tp
+        if not (needs_weight and is_deferring()):
+            return *differentiate_entered(gradient, kept, w, tp, (needs_input, needs_weight)), None
+        gathered_over = tp if tp.gathers_again else None
+        defer_gradient(
+            ctx.weight, kept, lambda x: differentiate_weight(flatten_rows(gradient), x, w), gathered_over
+        )
+        return *differentiate_entered(gradient, kept, w, tp, (needs_input, False)), None
 
 
 class _Kept(torch.autograd.Function):
@@ -71,6 +81,8 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
+        if not torch.compiler.is_compiling():
+            ctx.weight = w
         ctx.save_for_backward(x, w)
         return x.new_empty(1).expand(x.shape[0] // tp.size, *x.shape[1:-1], w.shape[0])
 
@@ -80,7 +92,16 @@ class _Kept(torch.autograd.Function):
         x, w = ctx.saved_tensors
         if torch.compiler.is_compiling():
             return *_left_gradients_op(gradient, x, w, *_describe(ctx.tp)), None
-        return *differentiate_left(gradient, x, w, ctx.tp, ctx.needs_input_grad), None
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        dx, whole_gradient = differentiate_left_input(gradient, w, ctx.tp, needs_input)
+
+        def differentiate(x: Tensor) -> Tensor:
+            return differentiate_weight(flatten_rows(whole_gradient), x, w)
+
+        if not (needs_weight and is_deferring()):
+            return dx, differentiate(x) if needs_weight else None, None
+        defer_gradient(ctx.weight, x, differentiate)
+        return dx, None, None
 
 
 class _Leaving(torch.autograd.Function):
@@ -129,7 +150,10 @@ def multiply_entered(x: Tensor, w: Tensor, tp: TensorParallel) -> tuple[Tensor, 
 def differentiate_entered(
     gradient: Tensor, kept: Tensor, w: Tensor, tp: TensorParallel, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`."""
+    """The backward pass of `enter_and_multiply`: the gradients of x and w, where `needed`. That of x alone has no other
+    product beside its sum: with `tp.chunks` its own is cut, as in a row-parallel layer."""
+    if tp.chunks > 1 and not needed[1]:
+        return multiply_left(gradient, w.t(), tp) if needed[0] else None, None
     gathering = begin_gather(kept, tp) if tp.gathers_again and needed[1] else None
     gradient_rows, summing, dw = flatten_rows(gradient), None, None
     if needed[0]:
@@ -158,19 +182,19 @@ def multiply_left(x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
     return own_part
 
 
-def differentiate_left(
-    gradient: Tensor, x: Tensor, w: Tensor, tp: TensorParallel, needed: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The backward pass of `multiply_and_leave`: the gradients of x and w, where `needed`."""
+def differentiate_left_input(
+    gradient: Tensor, w: Tensor, tp: TensorParallel, needs_input: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The backward pass of `multiply_and_leave` but for the weight's gradient: that of x, where needed, and the whole
+    gradient of the result."""
     sliced = tp.size, tp.chunks, gradient.shape[0] // tp.chunks
-    dx = x.new_empty((*sliced, *x.shape[1:]))
+    dx = gradient.new_empty((*sliced, *gradient.shape[1:-1], w.shape[1])) if needs_input else None
     whole_gradient = gradient.new_empty((*sliced, *gradient.shape[1:]))
     for number, slice_gradient in enumerate(gather_slices(gradient, tp)):
-        if needed[0]:
+        if dx is not None:
             multiply_parts(slice_gradient.flatten(1, -2), w.t(), out=dx[:, number].flatten(1, -2))
         whole_gradient[:, number] = slice_gradient
-    dw = differentiate_weight(flatten_rows(whole_gradient), x, w) if needed[1] else None
-    return dx.flatten(0, 2) if needed[0] else None, dw
+    return None if dx is None else dx.flatten(0, 2), whole_gradient.flatten(0, 2)
 
 
 # One operation each for torch.compile.
@@ -230,9 +254,9 @@ def _(x: Tensor, w: Tensor, tp: Sequence[int], group: str) -> Tensor:
 def _left_gradients_op(
     gradient: Tensor, x: Tensor, w: Tensor, tp: Sequence[int], group: str
 ) -> tuple[Tensor, Tensor]:
-    dx, dw = differentiate_left(gradient, x, w, _restore(tp, group), (True, True))
-    assert dx is not None and dw is not None
-    return dx, dw
+    dx, whole_gradient = differentiate_left_input(gradient, w, _restore(tp, group), True)
+    assert dx is not None
+    return dx, differentiate_weight(flatten_rows(whole_gradient), x, w)
 
 
 @_left_gradients_op.register_fake

@@ -289,7 +289,11 @@ def _activations(
                 part_bytes,
                 2 * blocks * parallel_config.gathers_again,
             ),
-            tensor("their gradients", "reduce-scatter", whole_bytes, entered),
+            # Weight gradients that come later leave these sums alone: they are cut, too.
+            *slices(
+                "their gradients", "reduce-scatter", whole_bytes, entered,
+                columns * (parallel_config.schedule == "zero_bubble"),
+            ),
             *slices("their gradients", "all-gather", part_bytes, left, rows),
         ]
     else:

@@ -53,6 +53,7 @@ class Operation:
     kernels: float = 1
     when: str = FORWARD
     beside: str = ""
+    is_late: bool = False
 
 
 # Memory passes that FP8 adds per tensor, in bytes per element: forward for an activation, for a weight, backward for
@@ -96,17 +97,19 @@ def list_block_work(
                 yield replace(joined, when=when)
         # The gradients of the input and of the weight.
         if is_column:
-            # A weight gradient that comes later leaves both messages alone.
-            is_beside = p.tensor > 1 and p.schedule == "1f1b"
-            gathered = "all-gather" if p.gathers_again and is_beside else ""
-            yield replace(product, when=BACKWARD, beside=gathered)
-            summed = "" if not is_beside else back if p.sequence else "all-reduce"
-            yield replace(product, when=BACKWARD, beside=summed)
+            gathered = "all-gather" if p.gathers_again else ""
+            if p.schedule == "zero_bubble":  # nothing but its own product is beside the sum
+                yield replace(in_chunks, when=BACKWARD, beside=back if chunks > 1 else "")
+                yield replace(product, when=BACKWARD, beside=gathered, is_late=True)
+            else:
+                summed = "" if p.tensor == 1 else back if p.sequence else "all-reduce"
+                yield replace(product, when=BACKWARD, beside=gathered)
+                yield replace(product, when=BACKWARD, beside=summed)
         else:
             yield replace(in_chunks, when=BACKWARD, beside=back if chunks > 1 else "")
             if chunks > 1:
                 yield replace(joined, when=BACKWARD)
-            yield replace(product, when=BACKWARD)
+            yield replace(product, when=BACKWARD, is_late=p.schedule == "zero_bubble")
         if in_eight and fp8_config is not None:
             each = PASSES[fp8_config.recipe]
             is_kept = keeps_weight_casts(config)
