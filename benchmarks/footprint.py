@@ -96,6 +96,10 @@ LAYOUTS = {
     "TP2+SPxPP2 selective zero-bubble": Case(
         4, SP2 | PP2 | ZERO_BUBBLE | {"recompute": "selective"}, accumulation=4
     ),
+    "TP2+SPxPP2 zero-bubble in chunks": Case(
+        4, SP2 | PP2 | ZERO_BUBBLE | {"tensor_overlap": 4}, accumulation=4
+    ),
+    "PP2 zero-bubble, compiled": Case(2, PP2 | ZERO_BUBBLE, accumulation=4, kernels={"compile": True}),
     "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
     "DP2 ZeRO 1": Case(2),
     "DP2 ZeRO 1 fp32": Case(2, precision={"kind": "fp32"}),

@@ -82,8 +82,11 @@ def find_impossible(
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
-    if p.schedule == "zero_bubble":
-        yield from _impossible_zero_bubble(p, precision)
+    if p.schedule == "zero_bubble" and p.pipeline == 1:
+        yield (
+            "parallel.schedule=zero_bubble orders the passes of several stages: set parallel.pipeline above 1, or use "
+            "parallel.schedule=1f1b"
+        )
     if precision.fp8 is not None:
         yield from _impossible_fp8(precision.fp8, precision.kind, m.layers)
     if p.zero == 0:
@@ -110,19 +113,6 @@ def find_impossible(
         yield (
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
-        )
-
-
-def _impossible_zero_bubble(p: ParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
-    if p.pipeline == 1:
-        yield (
-            "parallel.schedule=zero_bubble orders the passes of several stages: set parallel.pipeline above 1, or use "
-            "parallel.schedule=1f1b"
-        )
-    if precision.fp8 is not None and precision.fp8.backend != "emulated":
-        yield (
-            f"parallel.schedule=zero_bubble with precision.fp8.backend={precision.fp8.backend}: Transformer Engine's "
-            "layers compute both gradients of a product at once; use parallel.schedule=1f1b, or leave precision.fp8 out"
         )
 
 

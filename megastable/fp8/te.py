@@ -16,6 +16,10 @@ Written against the source of version 2.20; this code relies on the following:
   gather again beside the product of the input's gradient, and sum that beside the weight's; all messages are whole.
 - Told by a call whether it is a step's first one, a module casts its weight in that and keeps the cast (a byte per
   element for each layout) for the others; told nothing, it casts in every call and keeps none.
+- A module asks its `wgrad_store` whether to delay the products of its weights' gradients, in forward and backward pass,
+  and gives them to it, the last one first, with their operands. Under parallel.schedule=zero_bubble ours is in its place
+  (so from version 2.9 to 2.20): gradients then come as from our own layers. What a module gathers for them it gathers in
+  the backward pass, and keeps whole; of its messages only that one has a product beside it.
 Features that we do not use: gradient accumulation in its products, overlapped messages.
 """
 
@@ -27,6 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -61,6 +66,7 @@ from megastable.fp8.scale_factors import (
 from megastable.model.block_parts import MLP, RMSNorm, swiglu
 from megastable.model.gpt import Block
 from megastable.model.sizes import find_misfit, fp8_linears, keeps_weight_casts
+from megastable.parallel.deferred_gradients import defer_gradient
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
@@ -76,6 +82,23 @@ class Fitted:
     module: Any
     layers: tuple[str, ...]
     weights: tuple[nn.Parameter, ...]
+
+
+class LateGradients:
+    """What a module leaves of a backward pass goes to parallel/deferred_gradients.py, not to `backward_dw`, which would
+    write gradients past autograd. weights: in the order of its products."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = cycle(reversed(weights))
+
+    def delay_wgrad_compute(self) -> bool:
+        """Always: this schedule has no other backward passes."""
+        return True
+
+    def put(self, operands: Sequence[Any], multiply: Callable[..., Any]) -> None:
+        """operands: the input and the gradient of the output, as the module has quantized them."""
+        given_input, gradient = operands
+        defer_gradient(next(self._weights), given_input, lambda x: multiply(x, gradient)[0])
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -303,6 +326,9 @@ def apply_transformer_engine(module: nn.Module, config: RunConfig, group: Any, d
         fitted_modules += fit_block(
             model_block, fp8_linears(config, int(model_block.name.rpartition(".")[2]))
         )
+    for fitted in fitted_modules if config.parallel.schedule == "zero_bubble" else ():
+        assert hasattr(fitted.module, "wgrad_store"), "it would compute them at once"
+        fitted.module.wgrad_store = LateGradients(fitted.weights)
     engine = TransformerEngine(fitted_modules, config.precision.fp8, group, device)
     if keeps_weight_casts(config):
         engine.keep_casts()

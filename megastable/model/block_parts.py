@@ -53,12 +53,19 @@ class RMSNorm(nn.Module):
         # A tensor: by a number of its own, every block would be compiled again.
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32, device="cpu")
         self.tp = tp if partial else TensorParallel()
+        self.fast: Callable[..., Tensor] | None = None  # `norm_rows`, compiled, if nothing around it is
+        self.plain = False  # whether the compiled version is left aside
         self.shared: Tensor | None = None  # the weight in this micro-batch; see `share_norm_weights`
         self.weight = nn.Parameter(torch.empty(width))
         set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm_rows(x, self.weigh(), self.eps, self.centered, self.scale)
+        run_norm = norm_rows if self.fast is None or self.plain else self.fast
+        return run_norm(x, self.weigh(), self.eps, self.centered, self.scale)
+
+    def compile_alone(self) -> None:
+        """Compile it by itself."""
+        self.fast = torch.compile(norm_rows, fullgraph=True, dynamic=False)
 
     def weigh(self) -> Tensor:
         """The weight, whose gradient is summed over the tensor group."""

@@ -197,7 +197,8 @@ class Block(nn.Module):
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def compile_in_pieces(self) -> None:
-        """Exclude its linear layers from torch.compile; the code between them is compiled separately."""
+        """Exclude its linear layers from torch.compile; norms and the code between them are compiled separately, sums of
+        the residual stream are not."""
         if not self._kernels.compile:
             return
         is_whole = self._kernels.whole_blocks
@@ -205,8 +206,14 @@ class Block(nn.Module):
         self._fast = lambda x, at: self.run_around(
             x, lambda y: self.attention(y, at, compiled_between), at.keys
         )
+        for norm in self._list_norms():
+            norm.compile_alone()
         if isinstance(self.mlp, MLP):
             self.mlp.fast = torch.compile(self.mlp.activate, fullgraph=is_whole, dynamic=False)
+
+    def _list_norms(self) -> list[RMSNorm]:
+        """Its norms; not those of attention's heads."""
+        return [part for part in self.children() if isinstance(part, RMSNorm)]
 
     def compute_plainly(self, attention: bool, compiled: bool, own: bool) -> None:
         """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the
@@ -221,6 +228,8 @@ class Block(nn.Module):
         self._without_own = own
         self._plain = (attention or compiled) and self._kernels.compile
         self.attention.core = CORES["plain" if attention else self._kernels.attention]
+        for norm in self._list_norms():
+            norm.plain = self._plain
         if isinstance(self.mlp, MLP):
             self.mlp.plain = self._plain
 
@@ -328,14 +337,12 @@ class FinalNorm(RMSNorm):
         compiled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(width, eps, tp, name, partial, centered)
-        self.plain = False  # whether the compiled version is left aside
-        self._fast = (
-            torch.compile(super().forward, fullgraph=True, dynamic=False) if compiled else super().forward
-        )
+        if compiled:
+            self.compile_alone()
 
     def forward(self, stream: Stream) -> Tensor:
         x, _, _ = open_stream(stream)
-        return super().forward(x) if self.plain else self._fast(x)
+        return super().forward(x)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ REFUSED = [
     ("parallel.pipeline=2 parallel.zero=2", "parallel.zero=2|use parallel.zero=1 or parallel.pipeline=1"),
     ("parallel.pipeline=2 parallel.zero=3", "parallel.zero=3|use parallel.zero=1 or parallel.pipeline=1"),
     ("parallel.schedule=zero_bubble", "several stages|parallel.pipeline above 1"),
-    ("parallel={schedule: zero_bubble, pipeline: 2} precision.fp8=current",
-     "parallel.schedule=zero_bubble|precision.fp8.backend=auto|Transformer Engine|use parallel.schedule=1f1b"),
     ("parallel.zero=0", "parallel.zero=0|use parallel.zero=1"),
     ("parallel.context=4 parallel.tensor=2", "parallel.context=4|parallel.tensor=2|model.heads=12|change one"),
     ("parallel.context=2 parallel.context_by=ring model.sequence_length=2050",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.fp8 import te
 from megastable.model.gpt import Block
+from megastable.parallel.deferred_gradients import DeferredGradients
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests.distributed import run_ranks
@@ -104,7 +106,7 @@ class Shown(nn.Module):
         super().__init__()
         assert told["device"] == "meta" and told["bias"] is False
         self.told, self.fp8_meta, self.quantizers = told, {}, {}
-        self.first = list[bool | None]()
+        self.first, self.wgrad_store = list[bool | None](), None
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=told["params_dtype"])))
 
@@ -295,6 +297,33 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
         assert float(x.scale) == pytest.approx(448 / 7 / 2)
     fp8.settle_step(True)
     assert fp8.write_history() == history  # nothing was seen in that step
+
+
+# Gradients that come later
+
+
+def test_its_modules_leave_weight_gradients_for_later(surface: list[Any]) -> None:
+    """Each in the place of its weight, computed from what its module gave for it, and given to autograd."""
+    c = config("current", {"pipeline": 2, "schedule": "zero_bubble"})
+    block = Block(c.model, TensorParallel(), 0, "none")
+    te.apply_transformer_engine(nn.Sequential(block), c, None, torch.device("cpu"))
+    modules = [part for part in block.modules() if isinstance(part, Shown)]
+    operands, counts = {}, Counter[int]()
+    deferred_gradients = DeferredGradients()
+    with deferred_gradients.collect():
+        for module in reversed(modules):
+            for weight in reversed([p for p in module.parameters() if p.dim() == 2]):
+                x, gradient = (torch.randn(8, width) for width in reversed(weight.shape))
+                operands[weight] = x, gradient
+                assert module.wgrad_store.delay_wgrad_compute()
+                module.wgrad_store.put([x, gradient], lambda x, dy: ((dy.t() @ x), None))
+    assert len(operands) == 4 and all(weight.grad is None for weight in operands)
+    for weight in operands:
+        weight.register_post_accumulate_grad_hook(lambda weight: counts.update([id(weight)]))
+    deferred_gradients.compute_oldest()
+    assert counts == Counter(map(id, operands))
+    for weight, (x, gradient) in operands.items():
+        assert weight.grad is not None and torch.equal(weight.grad, gradient.t() @ x)
 
 
 # The gradients of norms

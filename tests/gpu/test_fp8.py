@@ -26,6 +26,7 @@ from megastable.fp8.te import apply_transformer_engine as by_te
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels
 from megastable.model.sizes import in_fp8
+from megastable.parallel.deferred_gradients import DeferredGradients
 from megastable.parallel.topology import TensorParallel
 from tests.conftest import tiny
 from tests.gpu.test_engine import SHAPE, batches, config_of, count_synchronisations, engine_of, same, state
@@ -57,9 +58,13 @@ def possible(request: pytest.FixtureRequest, gpu: torch.device) -> None:
 # Layers
 
 
-def model_of(fp8: dict[str, Any], backend: str, gpu: torch.device, **model: Any) -> tuple[Block, Fp8 | None]:
-    """A block with the same weights whatever computes it. backend: te, emulated or off."""
-    c = config_of(model=model, precision={"fp8": {"backend": "te", **fp8}})
+def model_of(
+    fp8: dict[str, Any], backend: str, gpu: torch.device, late: bool = False, **model: Any
+) -> tuple[Block, Fp8 | None]:
+    """A block with the same weights whatever computes it. backend: te, emulated or off. late: it leaves weight gradients
+    for later."""
+    parallel = {"pipeline": 2, "schedule": "zero_bubble"} if late else {}
+    c = config_of(model=model, parallel=parallel, precision={"fp8": {"backend": "te", **fp8}})
     gpt = GPT(c.model, TensorParallel(), "none", 3).to(gpu, torch.bfloat16)
     found: Fp8 | None = None
     assert c.precision.fp8 is not None
@@ -135,6 +140,38 @@ def test_norms_after(part: str, recipe: str, gpu: torch.device) -> None:
     )
     for mine, wanted, plain in zip(its, ours, without, strict=True):
         assert error(mine, wanted) < max(0.6 * error(plain, wanted), 2**-7)
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("part", ["attention.qkv", "attention.out", "mlp"])
+def test_weight_gradients_that_come_later_are_the_same(
+    part: str, recipe: str, on: bool, gpu: torch.device
+) -> None:
+    """Of two micro-batches, both left before the first is computed; and nothing else is left."""
+    _, chosen, width = PARTS[part]
+    results = []
+    for late in (False, True):
+        block, switch = model_of({"recipe": recipe}, "te", gpu, late, **WIDE)
+        assert switch is not None
+        switch.on, deferred_gradients = on, DeferredGradients()
+        generator, found = torch.Generator(gpu).manual_seed(2), list[Tensor]()
+        with switch.computing():
+            for _ in range(2):
+                x = torch.randn(128, 2, width, generator=generator, device=gpu)
+                x = x.to(torch.bfloat16).requires_grad_()
+                with deferred_gradients.collect():
+                    y = chosen(block)(x)
+                    y.backward(torch.randn(y.shape, generator=generator, device=gpu).to(torch.bfloat16))
+                assert x.grad is not None
+                found += [y.detach(), x.grad]
+            if late:
+                assert not [p for p in block.parameters() if p.dim() == 2 and p.grad is not None]
+            for _ in range(2):
+                deferred_gradients.compute_oldest()
+        results.append([*found, *(p.grad for p in block.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(plain, late) for plain, late in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -20,13 +20,14 @@ CPU = torch.device("cpu")
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
-def config(fp8: dict[str, Any], **model: Any) -> RunConfig:
+def config(fp8: dict[str, Any], parallel: dict[str, Any] | None = None, **model: Any) -> RunConfig:
     shape = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, sequence_length=128, vocab_size=500)
     return RunConfig.model_validate(
         {
             "model": shape | model,
             "precision": {"fp8": {"backend": "te", **fp8}},
             "train": {"global_batch": 4, "micro_batch": 2},
+            "parallel": parallel or {},
         }
     )
 
@@ -81,6 +82,17 @@ def test_its_modules_hold_our_parameters(recipe: str, model_of: dict[str, Any], 
         if hasattr(part, "layer_norm_weight"):
             assert part.zero_centered_gamma == c.model.zero_centered_norms
     assert len(fp8.layers) == 8
+
+
+@pytest.mark.parametrize("norms", ["before", "after"])
+def test_its_store_of_weight_gradients_is_ours(norms: str) -> None:
+    """where its modules keep what they delay, ours is in its place"""
+    c = config({"recipe": "current"}, {"pipeline": 2, "schedule": "zero_bubble"}, norms=norms)
+    model = GPT(c.model, TensorParallel(), "none", 1)
+    fp8 = te.apply_transformer_engine(model, c, None, CPU)
+    assert isinstance(fp8, te.TransformerEngine)
+    for one in fp8._fitted:
+        assert isinstance(one.module.wgrad_store, te.LateGradients) and one.module.need_backward_dw()
 
 
 @pytest.mark.parametrize("norms", ["before", "after"])

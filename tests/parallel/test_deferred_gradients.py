@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from megastable.engine.adjustments import CLAMPED
 from megastable.engine.build import defer_weight_gradients
@@ -76,6 +77,20 @@ def test_gradients_come_later_and_are_the_same(recompute: str, compiled: bool) -
         run_block(block, batches[0])
         run_block(plain, batches[0])
         assert counts == Counter(3 * list(linears)) and are_equal(block, plain)
+
+
+def test_norms_between_deferring_products_are_compiled() -> None:
+    x = torch.randn(LENGTH, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+    with without_kernels():
+        torch._dynamo.reset()
+        counters.clear()
+        block = make_block("none", compiled=True, deferring=True)
+        fast_output = block(x)
+        assert counters["stats"]["unique_graphs"] == 3  # and what lies between products, in attention and in the MLP
+        block.compute_plainly(attention=False, compiled=True, own=False)
+        torch._dynamo.reset()
+        counters.clear()
+        assert torch.equal(block(x), fast_output) and not counters["stats"]["unique_graphs"]
 
 
 def test_clamp_of_a_remedy_reaches_compiled_blocks() -> None:

@@ -16,6 +16,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.fp8 import emulated
 from megastable.parallel import mappings, overlapped
+from megastable.parallel.deferred_gradients import DeferredGradients
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import enter_tensor_region, leave_tensor_region
 from megastable.parallel.topology import TensorParallel
@@ -179,6 +180,32 @@ def trace_passes(chunks: int, gathers_again: bool, sequence: bool) -> dict[str, 
                 else:
                     y.backward(torch.ones_like(y))
                 found[f"{layer} {when}"] = events.copy()
+        if chunks > 1:
+            found |= trace_deferred(layers, tp, events, counts)
+    return found
+
+
+def trace_deferred(
+    layers: dict[str, Any], tp: TensorParallel, events: list[str], counts: dict[str, int]
+) -> dict[str, list[str]]:
+    """Of two column-parallel and two row-parallel layers whose weight gradients come later: their backward pass, and
+    the weight gradients."""
+    deferred_gradients, found = DeferredGradients(), {}
+    x, *weights = [torch.randn(4, *size, requires_grad=True) for size in ((1, 4), *[(4,)] * 4)]
+    y = x
+    for layer, w in zip(("column", "row") * 2, weights, strict=True):
+        y = layers[layer](y, w, tp)
+    for when in ("B", "W"):
+        events.clear()
+        counts.clear()
+        if when == "B":
+            with deferred_gradients.collect():
+                y.backward(torch.ones_like(y))
+            assert x.grad is not None and all(w.grad is None for w in weights)
+        else:
+            deferred_gradients.compute_oldest()
+            assert all(w.grad is not None for w in weights)
+        found[when] = events.copy()
     return found
 
 
@@ -199,10 +226,22 @@ OUT_IN_SLICES = [
 ]  # fmt: skip
 
 
+def count_on(event: str, by: int) -> str:
+    """A message's number, if it is one, raised."""
+    return " ".join(str(int(word) + by) if word.isdigit() else word for word in event.split())
+
+
 def test_every_message_is_under_way_while_something_is_multiplied() -> None:
     again = ["gather 1", "dx", "scatter 1", "gather 1 over", "dw", "scatter 1 over"]
     kept = ["dx", "scatter 1", "dw", "scatter 1 over"]
     row = {"row forward": OUT_IN_SLICES, "row backward": [*IN_SLICES, "dw"]}
+    # Two layers of either kind, from the last one on; the sums and gathers of the second are numbers 5 to 8.
+    later = {
+        "B": [*IN_SLICES, *OUT_IN_SLICES, *(count_on(e, 4) for e in (*IN_SLICES, *OUT_IN_SLICES))],
+        "W": ["dw", "gather 1 over", "gather 2", "dw", "dw", "gather 2 over", "dw"],
+    }
+    later_again = later | {"W": ["gather 1", *later["W"]]}
+    later_kept = later | {"W": ["dw"] * 4}
     for plain, whole_kept, whole, sliced, sliced_kept in run_ranks(2, trace_all):
         in_fp8 = [
             {name: found.pop(f"FP8 {name}") for name in ("forward", "backward")}
@@ -217,8 +256,8 @@ def test_every_message_is_under_way_while_something_is_multiplied() -> None:
                     "product" if e in ("y", "dx", "dw") else e for e in of_column[f"column {name}"]
                 ]
                 assert events == same_events
-        assert sliced == {"column forward": IN_SLICES, "column backward": again} | row
-        assert sliced_kept == {"column forward": IN_SLICES, "column backward": kept} | row
+        assert sliced == {"column forward": IN_SLICES, "column backward": again} | row | later_again
+        assert sliced_kept == {"column forward": IN_SLICES, "column backward": kept} | row | later_kept
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

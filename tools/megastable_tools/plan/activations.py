@@ -55,10 +55,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavedOperation:
-    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results."""
+    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results. left:
+    bytes that it leaves in memory for a weight gradient that comes later."""
 
     saved: tuple[Saved, ...]
     backward: int
+    left: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def count_backward_bytes(operations: Sequence[SavedOperation]) -> int:
     held_bytes = peak_bytes = 0
     for saved_operation in reversed(operations):
         peak_bytes = max(peak_bytes, held_bytes + saved_operation.backward)
-        held_bytes -= sum(saved_tensor.bytes for saved_tensor in saved_operation.saved)
+        held_bytes += saved_operation.left - sum(saved_tensor.bytes for saved_tensor in saved_operation.saved)
     return peak_bytes
 
 
@@ -152,11 +154,11 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     """The operations of one block that is not recomputed as a whole."""
     z, model_config = shape_sizes_of(config), config.model
     is_fused, is_selective = kernels.compile, recompute == "selective"
-    # Products that can be deferred are not compiled, and the norms between them are not either.
+    # Products that can be deferred are not compiled; norms, and what lies between them, are compiled by themselves.
     is_whole = is_fused and config.parallel.schedule != "zero_bubble"
     qkv_width = z.q + 2 * z.k
     attention = [
-        _entered("attention input", config, z, z.N * qkv_width, z.h * qkv_width),
+        _entered("attention input", config, z, kernels, qkv_width),
         *_heads(config, z, kernels, is_selective),
         *_core(config, z, kernels, is_selective),
     ]
@@ -166,7 +168,7 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         attention.append(_left("attention output", config, z, z.q))
     gate_and_up = (Saved("gate and up", z.N * 2 * z.f, z.e),)
     swiglu = SavedOperation(gate_and_up, (3 if is_fused else 4) * z.e * z.N * z.f)
-    mlp = [_entered("MLP input", config, z, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
+    mlp = [_entered("MLP input", config, z, kernels, 2 * z.f), swiglu]
     has_clamp = not is_fused and model_config.swiglu_clamp is not None
     if not is_fused and not is_selective:
         clamped_saved = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if has_clamp else ()
@@ -177,12 +179,12 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
         mlp.append(_left("SwiGLU output", config, z, z.f))
-    first_norm = _norm("attention norm", z, z.stream, z.n, is_whole)
-    second_norm = _norm("MLP norm", z, z.stream, z.n, is_whole)
+    first_norm = _norm("attention norm", z, z.stream, z.n, is_fused)
+    second_norm = _norm("MLP norm", z, z.stream, z.n, is_fused)
     # Of `mixed` the last block: the others save the same, in another order.
     norm_placement = model_config.placement_of(model_config.layers - 1)
     if norm_placement == "both":
-        post_norms = [_norm(f"{name} post-norm", z, z.stream, z.n, is_whole) for name in ("attention", "MLP")]
+        post_norms = [_norm(f"{name} post-norm", z, z.stream, z.n, is_fused) for name in ("attention", "MLP")]
         if is_whole:  # the stream at the second norm is added up again, of two that are kept
             second_norm = [replace(saved_operation, saved=()) for saved_operation in second_norm]
         return [*first_norm, *attention, *post_norms[0], *second_norm, *mlp, *post_norms[1]]
@@ -191,14 +193,10 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     return [*attention, *first_norm, *mlp, *second_norm]
 
 
-def count_deferred_bytes(config: RunConfig) -> int:
+def count_deferred_bytes(config: RunConfig, kernels: PlannedKernels) -> int:
     """What the deferred weight gradients of a block keep of a micro-batch: inputs of its linear layers, and gradients
-    of their outputs. Of FP8, which is emulated then, as much as without it."""
-    z = shape_sizes_of(config)
-    gathered_input = z.stream if config.parallel.gathers_again else z.N * z.h
-    inputs = 2 * gathered_input + z.N * z.q + z.N * z.f
-    gradients = z.N * (z.q + 2 * z.k) + 2 * z.N * z.f + 2 * z.N * z.h
-    return z.e * (inputs + gradients)
+    of their outputs. In FP8 as much as without it: Transformer Engine may keep two layouts."""
+    return sum(operation.left for operation in list_whole_operations(config, kernels, "none"))
 
 
 def _norm(
@@ -216,24 +214,39 @@ def _norm(
     ]
 
 
-def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) -> SavedOperation:
-    """backward: the gradients of output, input and weight."""
-    return SavedOperation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
+def _linear(
+    name: str, config: RunConfig, z: ShapeSizes, inputs: int, outputs: int, weight: int
+) -> SavedOperation:
+    """backward: the gradients of output, input and, unless it comes later, weight."""
+    saved, both_bytes = (Saved(name, inputs, z.e),), z.e * (outputs + inputs)
+    if config.parallel.schedule == "zero_bubble":
+        return SavedOperation(saved, both_bytes, both_bytes)
+    return SavedOperation(saved, both_bytes + z.e * weight)
 
 
 def _left(name: str, config: RunConfig, z: ShapeSizes, inputs: int) -> SavedOperation:
-    """A row-parallel layer. In chunks its backward pass also has the gradient of the whole sequence, and two slices."""
-    of_shard, chunks = _linear(name, z, z.N * inputs, z.n * z.h, inputs * z.h), config.parallel.tensor_overlap
+    """A row-parallel layer. In chunks its backward pass also has the gradient of the whole sequence, and two slices. A
+    weight gradient that comes later keeps that gradient, in any case."""
+    of_shard = _linear(name, config, z, z.N * inputs, z.n * z.h, inputs * z.h)
+    chunks = config.parallel.tensor_overlap
     sliced_bytes = z.e * z.N * z.h * (1 + 2 / chunks) if chunks > 1 else 0
-    return replace(of_shard, backward=of_shard.backward + int(sliced_bytes))
+    left_bytes = of_shard.left and of_shard.left + z.e * (z.N - z.n) * z.h
+    return replace(of_shard, backward=of_shard.backward + int(sliced_bytes), left=left_bytes)
 
 
-def _entered(name: str, config: RunConfig, z: ShapeSizes, outputs: int, weight: int) -> SavedOperation:
-    """A column-parallel layer: see `overlapped.enter_and_multiply`."""
-    whole_input = _linear(name, z, z.N * z.h, outputs, weight)
+def _entered(
+    name: str, config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, width: int
+) -> SavedOperation:
+    """A column-parallel layer: see `overlapped.enter_and_multiply`. width: of its output."""
+    whole_input = _linear(name, config, z, z.N * z.h, z.N * width, z.h * width)
     if not config.parallel.gathers_again:
         return whole_input
-    return SavedOperation((Saved(name, z.stream, z.e),), whole_input.backward + z.e * z.N * z.h)
+    gathered_bytes, fp8_config = z.e * z.N * z.h, config.precision.fp8
+    backward_bytes, left_bytes = whole_input.backward + gathered_bytes, whole_input.left
+    # Transformer Engine gathers it in the backward pass, and keeps it for later.
+    if left_bytes and (fp8_config is None or fp8_config.backend == "emulated" or not kernels.gpu):
+        backward_bytes, left_bytes = whole_input.backward, left_bytes - gathered_bytes + z.e * z.stream
+    return SavedOperation((Saved(name, z.stream, z.e),), backward_bytes, left_bytes)
 
 
 def _heads(

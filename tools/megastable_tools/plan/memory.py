@@ -161,7 +161,7 @@ def list_footprints(
             *_exchanged(config, layout, held, groups, steps, zero),
             *_building(config, layout, held, groups),
             *_activations(config, held, first, kernels, flying, block),
-            *_deferred(config, held, min(stage, steps - 1)),
+            *_deferred(config, held, min(stage, steps - 1), kernels),
             *_fp8_weights(config, held, first, kernels, flying),
             *_ends(config, held),
             *_stages(config, layout, held, flying),
@@ -339,14 +339,13 @@ def _activations(
         yield Item("buffers", "mask of the window", z.length**2)
 
 
-def _deferred(config: RunConfig, held: Stage, left: int) -> Iterable[Item]:
-    """Under ZB-H1, what weight gradients need of `left` micro-batches, and of one more when its backward pass ends."""
+def _deferred(config: RunConfig, held: Stage, left: int, kernels: PlannedKernels) -> Iterable[Item]:
+    """Under ZB-H1, what weight gradients need of `left` micro-batches, and, when a backward pass comes to the first
+    block, of one more."""
     if config.parallel.schedule == "zero_bubble":
-        name, each = "deferred weight gradients", activations.count_deferred_bytes(config)
+        name, each = "deferred weight gradients", activations.count_deferred_bytes(config, kernels)
         yield Item("activations", name, each * held.blocks * left, ("watch", *WAITING))
-        # A block that is recomputed is in memory anyway.
-        is_recomputed = config.parallel.recompute == "full"
-        yield Item("activations", name, each * (held.blocks * (left + 1) - is_recomputed), ("end",))
+        yield Item("activations", name, each * (held.blocks * (left + 1) - 1), ("end",))
 
 
 def _fp8_weights(

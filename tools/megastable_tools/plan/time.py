@@ -287,13 +287,12 @@ class _Prediction:
         return (1 + left_share) * weight_seconds
 
     def _count_weight_pass(self, stage: int) -> float:
-        """Seconds of the weight gradients of one micro-batch that can be deferred: half of the products of a backward
-        pass."""
+        """Seconds of the weight gradients of one micro-batch that are deferred."""
         return sum(
-            block_count * o.times / 2 * seconds
+            block_count * o.times * seconds
             for block_kind, block_count in self.held[stage][1]
             for o, seconds in self._block(block_kind)
-            if o.when == work.BACKWARD and o.kind == work.PRODUCT
+            if o.is_late
         )
 
     # Computing

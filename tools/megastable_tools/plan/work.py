@@ -41,7 +41,8 @@ class Operation:
 
     kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
     operation, a fraction for what is done once a step. beside: the collective over the tensor group that goes on
-    meanwhile (parallel/overlapped.py), in as many calls as there are operations.
+    meanwhile (parallel/overlapped.py), in as many calls as there are operations. is_late: a weight's gradient that ZB-H1
+    computes after the others of its backward pass.
     """
 
     what: str
@@ -98,7 +99,7 @@ def list_block_work(
         # The gradients of the input and of the weight.
         if is_column:
             gathered = "all-gather" if p.gathers_again else ""
-            if p.schedule == "zero_bubble":  # nothing but its own product is beside the sum
+            if p.schedule == "zero_bubble":  # the sum has no product beside it but its own, cut
                 yield replace(in_chunks, when=BACKWARD, beside=back if chunks > 1 else "")
                 yield replace(product, when=BACKWARD, beside=gathered, is_late=True)
             else:
@@ -181,10 +182,9 @@ def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Oper
             ("SwiGLU", 10 * ffn_elements * e + 6 * clamp_bytes, 5 + 2 * (clamp_bytes > 0)),
         ]
     if fused and config.parallel.schedule == "zero_bubble":
-        # Products that can be deferred are not compiled, and the norms between them are not either.
-        norm_bytes = 34.0 * (2 + more) * stream
-        forward_passes[0] = ("norms and residuals", norm_bytes + 6 * e * stream, 16 + 7 * more)
-        back[0] = ("norms and residuals", 1.8 * norm_bytes + 2 * e * stream, 28 + 13 * more)
+        # Products that can be deferred are not compiled: norms and sums are kernels of their own.
+        forward_passes[0] = ("norms and residuals", (10 + 2 * more) * stream * e, 4 + more)
+        back[0] = ("norms and residuals", (16 + 5 * more) * stream * e, 7 + 2 * more)
     recompute_kind = config.parallel.recompute
     for what, memory_bytes, kernel_count in forward_passes:
         yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count)
