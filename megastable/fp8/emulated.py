@@ -215,9 +215,8 @@ class _Product(torch.autograd.Function):
             return multiply_quantized(columns, quantized_input, ctx.dtype, transpose_a=True)
 
         if ctx.needs_input_grad[1] and is_deferring():
-            defer_gradient(
-                ctx.weight, saved_input[0], differentiate_weight, product.tp if product.gathers_again else None
-            )
+            gathered_over = product.tp if product.gathers_again else None
+            defer_gradient(ctx.weight, saved_input[0], differentiate_weight, gathered_over)
         elif ctx.needs_input_grad[1]:
             dw = differentiate_weight(saved_input[0] if gathering is None else gathering.wait())
         if summing is not None:

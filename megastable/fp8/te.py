@@ -16,10 +16,11 @@ Written against the source of version 2.20; this code relies on the following:
   gather again beside the product of the input's gradient, and sum that beside the weight's; all messages are whole.
 - Told by a call whether it is a step's first one, a module casts its weight in that and keeps the cast (a byte per
   element for each layout) for the others; told nothing, it casts in every call and keeps none.
-- A module asks its `wgrad_store` whether to delay the products of its weights' gradients, in forward and backward pass,
-  and gives them to it, the last one first, with their operands. Under parallel.schedule=zero_bubble ours is in its place
-  (so from version 2.9 to 2.20): gradients then come as from our own layers. What a module gathers for them it gathers in
-  the backward pass, and keeps whole; of its messages only that one has a product beside it.
+- A module asks its `wgrad_store` whether to delay the products of its weights' gradients, in forward and backward
+  pass, and gives them to it with their operands; in a module of two layers that of the second is `fc2_wgrad_gemm`. So
+  from version 2.9 to 2.20. Under parallel.schedule=zero_bubble ours takes its place, and gradients come as from our own
+  layers. A module gathers what they need in the backward pass, beside a product, and keeps it whole; it waits for the
+  sum.
 Features that we do not use: gradient accumulation in its products, overlapped messages.
 """
 
@@ -31,7 +32,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from importlib.util import find_spec
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class LateGradients:
     write gradients past autograd. weights: in the order of its products."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self._weights = cycle(reversed(weights))
+        self._weights = weights
 
     def delay_wgrad_compute(self) -> bool:
         """Always: this schedule has no other backward passes."""
@@ -98,7 +98,9 @@ class LateGradients:
     def put(self, operands: Sequence[Any], multiply: Callable[..., Any]) -> None:
         """operands: the input and the gradient of the output, as the module has quantized them."""
         given_input, gradient = operands
-        defer_gradient(next(self._weights), given_input, lambda x: multiply(x, gradient)[0])
+        # Of a module with two layers. Under another name the gradient would not have the weight's shape.
+        weight = self._weights[1 if multiply.__name__ == "fc2_wgrad_gemm" else 0]
+        defer_gradient(weight, given_input, lambda x: multiply(x, gradient)[0])
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -197,8 +197,8 @@ class Block(nn.Module):
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def compile_in_pieces(self) -> None:
-        """Exclude its linear layers from torch.compile; norms and the code between them are compiled separately, sums of
-        the residual stream are not."""
+        """Exclude its linear layers from torch.compile; norms, and the code between them, are compiled separately, sums
+        of the residual stream are not."""
         if not self._kernels.compile:
             return
         is_whole = self._kernels.whole_blocks

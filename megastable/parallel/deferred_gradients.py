@@ -88,8 +88,8 @@ def is_deferring() -> bool:
 def defer_gradient(
     weight: Tensor, given_input: Any, compute: Callable[[Any], Tensor], tp: TensorParallel | None = None
 ) -> None:
-    """In the backward pass of a product, while `is_deferring`: leave the gradient of `weight`, the parameter itself, for
-    later. compute: called with `given_input`, or, if `tp` is given, with what its tensor group gathers of that tensor."""
+    """In the backward pass of a product, while `is_deferring`: leave the gradient of `weight`, the parameter itself,
+    for later. compute: called with `given_input`, or, if `tp` is given, with what its group gathers of that tensor."""
     assert _collected is not None
     _collected.append(_Later(weight, given_input, compute, tp))
 

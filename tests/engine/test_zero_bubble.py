@@ -39,7 +39,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-tp2-sequence": (4, PP2 | SP2 | {"recompute": "selective"}),
     "pp2-tp2-chunks": (4, PP2 | SP2 | {"tensor_overlap": 4}),
     "pp2-tp2-chunks-kept-full": (
-        4, PP2 | SP2 | {"tensor_overlap": 2, "keep_gathered": True, "recompute": "full"}
+        4,
+        PP2 | SP2 | {"tensor_overlap": 2, "keep_gathered": True, "recompute": "full"},
     ),
     "pp2-tied-full": (2, PP2 | {"tied": True, "recompute": "full"}),
     "pp2-fp8-full": (2, PP2 | {"fp8": "delayed", "recompute": "full"}),

@@ -309,14 +309,24 @@ def test_its_modules_leave_weight_gradients_for_later(surface: list[Any]) -> Non
     te.apply_transformer_engine(nn.Sequential(block), c, None, torch.device("cpu"))
     modules = [part for part in block.modules() if isinstance(part, Shown)]
     operands, counts = {}, Counter[int]()
+
+    def wgrad_gemm(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.t() @ x, None
+
+    def fc2_wgrad_gemm(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.t() @ x, None
+
     deferred_gradients = DeferredGradients()
     with deferred_gradients.collect():
         for module in reversed(modules):
-            for weight in reversed([p for p in module.parameters() if p.dim() == 2]):
+            for name, weight in reversed([*module.named_parameters()]):
+                if weight.dim() == 1:
+                    continue
                 x, gradient = (torch.randn(8, width) for width in reversed(weight.shape))
                 operands[weight] = x, gradient
                 assert module.wgrad_store.delay_wgrad_compute()
-                module.wgrad_store.put([x, gradient], lambda x, dy: ((dy.t() @ x), None))
+                multiply = fc2_wgrad_gemm if name == "fc2_weight" else wgrad_gemm
+                module.wgrad_store.put([x, gradient], multiply)
     assert len(operands) == 4 and all(weight.grad is None for weight in operands)
     for weight in operands:
         weight.register_post_accumulate_grad_hook(lambda weight: counts.update([id(weight)]))

@@ -61,8 +61,8 @@ def possible(request: pytest.FixtureRequest, gpu: torch.device) -> None:
 def model_of(
     fp8: dict[str, Any], backend: str, gpu: torch.device, late: bool = False, **model: Any
 ) -> tuple[Block, Fp8 | None]:
-    """A block with the same weights whatever computes it. backend: te, emulated or off. late: it leaves weight gradients
-    for later."""
+    """A block with the same weights whatever computes it. backend: te, emulated or off. late: it leaves weight
+    gradients for later."""
     parallel = {"pipeline": 2, "schedule": "zero_bubble"} if late else {}
     c = config_of(model=model, parallel=parallel, precision={"fp8": {"backend": "te", **fp8}})
     gpt = GPT(c.model, TensorParallel(), "none", 3).to(gpu, torch.bfloat16)
@@ -85,7 +85,7 @@ PARTS: dict[str, tuple[list[str], Callable[[Block], Callable[[Tensor], Tensor]],
     "mlp.gate_up": (["mlp.down"], lambda b: lambda x: b.mlp(b.mlp_norm(x)), 256),
     "mlp.down": (["mlp.gate_up"], lambda b: lambda x: b.mlp(b.mlp_norm(x)), 256),
 }
-WIDE = dict(hidden=256, heads=4, kv_heads=2, ffn=512)
+WIDE: dict[str, Any] = dict(hidden=256, heads=4, kv_heads=2, ffn=512)
 
 
 def computed(

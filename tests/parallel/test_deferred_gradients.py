@@ -86,7 +86,8 @@ def test_norms_between_deferring_products_are_compiled() -> None:
         counters.clear()
         block = make_block("none", compiled=True, deferring=True)
         fast_output = block(x)
-        assert counters["stats"]["unique_graphs"] == 3  # and what lies between products, in attention and in the MLP
+        # One for all norms; in attention and in the MLP what lies between products.
+        assert counters["stats"]["unique_graphs"] == 3
         block.compute_plainly(attention=False, compiled=True, own=False)
         torch._dynamo.reset()
         counters.clear()

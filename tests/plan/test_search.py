@@ -145,7 +145,8 @@ def test_critical_stages_hold_the_tightest(
 
 
 def test_zero_bubble_is_tightest_on_a_late_stage() -> None:
-    """Stage 6 of 8 keeps what the weight gradients of 7 micro-batches need."""
+    """Stage 6 of 8 keeps what the weight gradients of 7 micro-batches need, but for the block that the last of them is
+    in."""
     given = [
         "model.vocab_size=128000",
         "model.layers=78",
@@ -163,7 +164,7 @@ def test_zero_bubble_is_tightest_on_a_late_stage() -> None:
     kept = [
         i.bytes for i in plan.tightest.items if i.name == "deferred weight gradients" and "end" in i.phases
     ]
-    assert kept == [2 * 8192 * (inputs + outputs) * blocks * 7]
+    assert kept == [2 * 8192 * (inputs + outputs) * (blocks * 7 - 1)]
 
 
 # What to do where it does not fit

@@ -137,6 +137,9 @@ def test_a_ring_between_hosts_has_one_card() -> None:
     assert link.count_seconds("send", 1e9, 16) == 1e9 / link.own > link.count_seconds("all-gather", 1e9, 16)
 
 
+LATE = {"pipeline": 2, "schedule": "zero_bubble"}
+
+
 @pytest.mark.parametrize(
     ("given", "alone"),
     [
@@ -146,16 +149,21 @@ def test_a_ring_between_hosts_has_one_card() -> None:
         ({"sequence": True, "keep_gathered": True, "tensor_overlap": 4}, (4 + 2) / 4),
         ({"sequence": True, "tensor_overlap": 4}, (4 + 2) / 4),
         ({"sequence": True, "tensor_overlap": 4, "recompute": "full"}, (4 + 3 + 2) / 4),
+        # Sums have no product of a weight beside them, and what is gathered again has one.
+        (LATE, 4 + 4),
+        (LATE | {"sequence": True}, 4 + 4),
+        (LATE | {"sequence": True, "tensor_overlap": 4}, (4 + 4) / 4),
     ],
 )
 def test_tensor_parallelism_is_hidden_by_the_products_beside_it(given: dict[str, Any], alone: float) -> None:
     """With products that take longer than any message, and with products that take no time."""
     link = {"host": {"gb_per_second": 1, "latency_us": 0}}
     slow, fast = free(tflops={"bf16": 1e-3}, **link), free(tflops={"bf16": 1e9}, **link)
-    c, half = config(tensor=2, **given), 2048 * 1024 * 2 / 2 / 1e9
+    c, half = config(tensor=2, model={"vocab_size": 1000}, **given), 2048 * 1024 * 2 / 2 / 1e9
+    stages = c.parallel.pipeline
     all_of_block = 4 + 4 + 2 * c.parallel.gathers_again + 3 * (c.parallel.recompute == "full")
     for cluster, of_block in ((slow, alone), (fast, all_of_block)):
-        seconds = 64 * half * (16 * of_block + 4)  # embedding and head
+        seconds = 64 * half * (16 * of_block + 4) / stages  # embedding and head
         assert timed(c, cluster=cluster).parts["tensor"] == pytest.approx(seconds, rel=0.01)
 
 

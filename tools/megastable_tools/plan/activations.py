@@ -55,8 +55,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavedOperation:
-    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results. left:
-    bytes that it leaves in memory for a weight gradient that comes later."""
+    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results.
+    left: bytes that it leaves in memory for a weight gradient that comes later."""
 
     saved: tuple[Saved, ...]
     backward: int

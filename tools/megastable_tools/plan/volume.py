@@ -269,6 +269,8 @@ def _activations(
             for n, linears in cut.items()
         )
         chunks = parallel_config.tensor_overlap
+        # Without a weight's gradient beside it, the sum of an input's gradient is cut, too.
+        cut_sums = columns * (parallel_config.schedule == "zero_bubble")
 
         def slices(what: str, collective: str, size: int, calls: int, cut_calls: int) -> list[Term]:
             return [
@@ -289,11 +291,7 @@ def _activations(
                 part_bytes,
                 2 * blocks * parallel_config.gathers_again,
             ),
-            # Weight gradients that come later leave these sums alone: they are cut, too.
-            *slices(
-                "their gradients", "reduce-scatter", whole_bytes, entered,
-                columns * (parallel_config.schedule == "zero_bubble"),
-            ),
+            *slices("their gradients", "reduce-scatter", whole_bytes, entered, cut_sums),
             *slices("their gradients", "all-gather", part_bytes, left, rows),
         ]
     else:

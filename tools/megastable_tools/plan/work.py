@@ -41,8 +41,8 @@ class Operation:
 
     kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
     operation, a fraction for what is done once a step. beside: the collective over the tensor group that goes on
-    meanwhile (parallel/overlapped.py), in as many calls as there are operations. is_late: a weight's gradient that ZB-H1
-    computes after the others of its backward pass.
+    meanwhile (parallel/overlapped.py), in as many calls as there are operations. is_late: a weight's gradient that
+    ZB-H1 computes after the others of its backward pass.
     """
 
     what: str
