@@ -172,6 +172,7 @@ def test_a_ring_sends_keys_and_values_round_and_their_gradients_in_fp32(recomput
         "DP4 ZeRO 2",
         "TP2+SPxPP2 tied full",
         "TP2+SPxPP2 zero-bubble",
+        "TP2+SPxPP2 zero-bubble in chunks",
         "PP2xDP3 tied",
         "TP2xPP2 AGC",
         "DP4xCP2 by worker",

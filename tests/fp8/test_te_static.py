@@ -304,10 +304,16 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
 
 def test_its_modules_leave_weight_gradients_for_later(surface: list[Any]) -> None:
     """Each in the place of its weight, computed from what its module gave for it, and given to autograd."""
-    c = config("current", {"pipeline": 2, "schedule": "zero_bubble"})
-    block = Block(c.model, TensorParallel(), 0, "none")
-    te.apply_transformer_engine(nn.Sequential(block), c, None, torch.device("cpu"))
-    modules = [part for part in block.modules() if isinstance(part, Shown)]
+
+
+    def fit(schedule: str) -> list[Shown]:
+        c = config("current", {"pipeline": 2, "schedule": schedule})
+        block = Block(c.model, TensorParallel(), 0, "none")
+        te.apply_transformer_engine(nn.Sequential(block), c, None, torch.device("cpu"))
+        return [part for part in block.modules() if isinstance(part, Shown)]
+
+    assert [module.wgrad_store for module in fit("1f1b")] == [None] * 3
+    modules = fit("zero_bubble")
     operands, counts = {}, Counter[int]()
 
     def wgrad_gemm(x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

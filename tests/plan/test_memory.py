@@ -66,6 +66,20 @@ def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:
         assert copies("current") - copies({"keep": ["blocks.0.mlp.down"]}) == one
 
 
+def test_transformer_engine_keeps_for_weight_gradients_what_it_gathers() -> None:
+    """The emulation keeps its own part of two inputs of a block, and gathers again; a layer gathered by Transformer
+    Engine is whole, in bf16 at most."""
+    parallel = {"tensor": 2, "pipeline": 2, "sequence": True, "schedule": "zero_bubble"}
+
+    def kept(fp8: Any) -> int:
+        found = planned(parallel=parallel, precision={"fp8": fp8})[1]
+        return sum(i.bytes for i in found.items if i.name.startswith("deferred") and "watch" in i.phases)
+
+    blocks = stage_of(stage_bounds(RunConfig.model_validate({"model": MODEL, "parallel": parallel})), 1).blocks
+    assert kept("current") - kept({"backend": "emulated"}) == 2 * (2048 - 1024) * 1024 * 2 * blocks
+    assert kept("off") == kept({"backend": "emulated"}) > 0
+
+
 ONE_OF = st.sampled_from
 LAYOUT = st.fixed_dictionaries(
     {"tensor": ONE_OF([1, 2, 4]), "pipeline": ONE_OF([1, 2, 4]), "context": ONE_OF([1, 2]),
