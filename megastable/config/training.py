@@ -107,8 +107,7 @@ class ParallelConfig(Section):
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
-    of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1 and `tensor_overlap` = 1, and not Transformer
-    Engine.
+    of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1.
     """
 
     tensor: PositiveInt = 1
