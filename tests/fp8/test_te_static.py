@@ -305,7 +305,6 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
 def test_its_modules_leave_weight_gradients_for_later(surface: list[Any]) -> None:
     """Each in the place of its weight, computed from what its module gave for it, and given to autograd."""
 
-
     def fit(schedule: str) -> list[Shown]:
         c = config("current", {"pipeline": 2, "schedule": schedule})
         block = Block(c.model, TensorParallel(), 0, "none")

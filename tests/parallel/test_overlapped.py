@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megastable.base.products import linear, multiply_batch, multiply_parts, multiply_rows
 from megastable.config.training import Fp8Config
@@ -258,6 +259,29 @@ def test_every_message_is_under_way_while_something_is_multiplied() -> None:
                 assert events == same_events
         assert sliced == {"column forward": IN_SLICES, "column backward": again} | row | later_again
         assert sliced_kept == {"column forward": IN_SLICES, "column backward": kept} | row | later_kept
+
+
+def count_hooks() -> list[int]:
+    """Of a rank: how often a gradient is added up in the weight of either layer, which is recomputed, with its
+    gradient left for later."""
+    import torch.distributed as dist
+
+    tp, counts = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, True, True, 2), []
+    for multiply in (overlapped.enter_and_multiply, overlapped.multiply_and_leave):
+        x = torch.randn(8, 1, 4, requires_grad=True)
+        w = torch.nn.Parameter(torch.randn(4, 4))
+        seen, deferred_gradients = list[Tensor](), DeferredGradients()
+        y: Tensor = checkpoint(multiply, x, w, tp, use_reentrant=False)
+        with deferred_gradients.collect():
+            y.backward(torch.ones_like(y))
+        w.register_post_accumulate_grad_hook(seen.append)
+        deferred_gradients.compute_oldest()
+        counts.append(len(seen))
+    return counts
+
+
+def test_recomputed_layers_give_gradients_that_come_later_to_the_parameter() -> None:
+    assert run_ranks(2, count_hooks) == [[1, 1]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

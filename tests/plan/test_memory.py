@@ -66,6 +66,13 @@ def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:
         assert copies("current") - copies({"keep": ["blocks.0.mlp.down"]}) == one
 
 
+def test_what_an_operation_leaves_is_there_when_the_backward_pass_goes_on() -> None:
+    """Three bytes were saved for the last operation, and eight are left of it when the first one needs its four."""
+    first, last = (activations.Saved(name, size, 1) for name, size in (("first", 10), ("last", 3)))
+    operations = [activations.SavedOperation((first,), 4), activations.SavedOperation((last,), 2, left=8)]
+    assert activations.count_backward_bytes(operations) == 8 - 3 + 4
+
+
 def test_transformer_engine_keeps_for_weight_gradients_what_it_gathers() -> None:
     """The emulation keeps its own part of two inputs of a block, and gathers again; a layer gathered by Transformer
     Engine is whole, in bf16 at most."""
@@ -75,7 +82,9 @@ def test_transformer_engine_keeps_for_weight_gradients_what_it_gathers() -> None
         found = planned(parallel=parallel, precision={"fp8": fp8})[1]
         return sum(i.bytes for i in found.items if i.name.startswith("deferred") and "watch" in i.phases)
 
-    blocks = stage_of(stage_bounds(RunConfig.model_validate({"model": MODEL, "parallel": parallel})), 1).blocks
+    blocks = stage_of(
+        stage_bounds(RunConfig.model_validate({"model": MODEL, "parallel": parallel})), 1
+    ).blocks
     assert kept("current") - kept({"backend": "emulated"}) == 2 * (2048 - 1024) * 1024 * 2 * blocks
     assert kept("off") == kept({"backend": "emulated"}) > 0
 
