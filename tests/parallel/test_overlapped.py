@@ -271,9 +271,9 @@ def count_hooks() -> list[int]:
         x = torch.randn(8, 1, 4, requires_grad=True)
         w = torch.nn.Parameter(torch.randn(4, 4))
         seen, deferred_gradients = list[Tensor](), DeferredGradients()
-        y: Tensor = checkpoint(multiply, x, w, tp, use_reentrant=False)
         with deferred_gradients.collect():
-            y.backward(torch.ones_like(y))
+            # The graph, which is let go of here, must not be what knows the parameter.
+            checkpoint(multiply, x, w, tp, use_reentrant=False).sum().backward()
         w.register_post_accumulate_grad_hook(seen.append)
         deferred_gradients.compute_oldest()
         counts.append(len(seen))
