@@ -167,6 +167,7 @@ def _replica(engine: Engine, fault: Planned) -> Change:
 
 def _copy(engine: Engine, position: int) -> tuple[str, Tensor]:
     """A matrix in compute precision; with ZeRO 3 this rank's part of it."""
+    engine.zero.wait_for_weights()
     parameters: list[Any] = list(engine.ds.module.parameters())
     matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]
     chosen_parameter = _at(matrices, position)

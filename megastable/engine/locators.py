@@ -282,6 +282,7 @@ def computing_copies(engine: Engine) -> Iterator[tuple[str, Tensor, bool]]:
     """The weights in compute precision that this rank holds: the parameter's name, the tensor, and whether that is its
     partition of ZeRO 3, beside which small ones are kept whole by every rank."""
     held_elements = {f.name: f.numel for f in engine.flat_state().fragments}
+    engine.zero.wait_for_weights()
     for p in engine.ds.module.parameters():
         name, whole_weight = placement_of(p).name, p.detach()
         if whole_weight.numel():

@@ -228,6 +228,7 @@ class Replicas:
 
     def _replicated(self) -> Named:
         flat = self.engine.flat_state()
+        self.engine.zero.wait_for_weights()
         found: Named = {}
         if self.engine.config.parallel.zero < 3:
             parameters: list[Any] = list(self.engine.ds.module.parameters())
@@ -239,6 +240,7 @@ class Replicas:
         return found
 
     def _tied(self) -> Named:
+        self.engine.zero.wait_for_weights()
         module = self.engine.ds.module
         return {placement_of(p).name: p.data for p in module.tied_modules.parameters()}
 

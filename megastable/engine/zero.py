@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -28,9 +29,11 @@ from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
+from megastable.engine.weight_gathers import WeightGathers
 from megastable.optim.adamw import OnePass
 from megastable.optim.clipping import Clipping, by_norm
 from megastable.optim.pieces import Piece
+from megastable.parallel.layout import limit_bucket
 from megastable.parallel.sharding import Fragment, placement_of, shape_of
 from megastable.parallel.topology import Topology
 
@@ -105,10 +108,16 @@ class Wrapper(ABC):
     @property
     def flat_weights(self) -> list[Tensor]:
         """The weights in compute precision that this rank keeps between two steps, flat; with ZeRO 3 its part."""
+        self.wait_for_weights()
         return list(self.o.bit16_groups_flat)
+
+    def wait_for_weights(self) -> None:  # noqa: B027
+        """Until the parameters hold what the last update wrote, on this stream of a GPU. Forward passes wait by
+        themselves."""
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The parameters whose weights in compute precision all data ranks keep."""
+        self.wait_for_weights()
         return list(self.engine.module.parameters())
 
     @abstractmethod
@@ -212,7 +221,26 @@ class _Linked(Wrapper):
 
     The norm is one sum over the world, in the gate. DeepSpeed's own takes a sum for every parameter group, and stages
     of a pipeline have different groups: embedding and head may have one that no stage between them has.
+
+    gathers: of the updated weights.
     """
+
+    gathers: WeightGathers
+
+    def _gather_weights(
+        self, groups: Sequence[Sequence[nn.Parameter]], buffers: Sequence[Tensor]
+    ) -> WeightGathers:
+        limit = limit_bucket(int(self.engine.zero_reduce_bucket_size()), self.topology.layout.data)
+        return WeightGathers(
+            self.engine.module, groups, buffers, self.o.real_dp_process_group, limit
+        )
+
+    def wait_for_weights(self) -> None:
+        self.gathers.wait_for_all()
+
+    def refresh_weights(self) -> None:
+        self.wait_for_weights()
+        self.o.update_lp_params()
 
     def place_parameter(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         held: Any = getattr(parameter, "_hp_mapping", None)
@@ -240,6 +268,7 @@ class Bf16(_Linked):
         self._buffers = o.fp32_groups_gradient_flat_partition
         self.sums = GradientSums(o, engine, topology, self.flat_state().fragments, lambda: self.local)
         patches.sum_in_parts(o, engine, self.sums)
+        self.gathers = self._gather_weights(o.bf16_groups, o.bf16_groups_flat)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -251,6 +280,7 @@ class Bf16(_Linked):
 
     @property
     def flat_weights(self) -> list[Tensor]:
+        self.wait_for_weights()
         return list(self.o.bf16_groups_flat)
 
     def _squares(self) -> Tensor:
@@ -266,8 +296,12 @@ class Bf16(_Linked):
 
     @contextlib.contextmanager
     def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
-        inner = self.o.optimizer
-        replaced: list[tuple[Any, str, Any]] = [(bf16_optimizer, self.norm, lambda *_, **__: known)]
+        self.wait_for_weights()  # the update writes some of them
+        inner, begin_gathers = self.o.optimizer, self.gathers.begin_gathers
+        replaced: list[tuple[Any, str, Any]] = [
+            (bf16_optimizer, self.norm, lambda *_, **__: known),
+            (bf16_optimizer, "all_gather_dp_groups", begin_gathers),
+        ]
         if isinstance(inner, OnePass):
             replaced += [
                 (self.o, "clip_grad", 0.0), (inner, "gradient_factor", by_norm(known, self.o.clip_grad)),
@@ -275,7 +309,7 @@ class Bf16(_Linked):
             if not followed:
                 low_weights = dict(zip(self.masters, self.own_low_weights(), strict=True))
                 replaced += [
-                    (inner, "low_weights", low_weights), (self.o, "update_lp_params", self.gather_weights),
+                    (inner, "low_weights", low_weights), (self.o, "update_lp_params", begin_gathers),
                 ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             for replacement in replaced:
@@ -287,20 +321,8 @@ class Bf16(_Linked):
         groups = zip(self.o.bf16_partitioned_groups, self.o.real_dp_process_group, strict=True)
         return [parts[dist.get_rank(group)] for parts, group in groups]
 
-    def gather_weights(self) -> None:
-        """`update_lp_params` without its copy: every data rank gets the weights that the others have updated."""
-        bf16_optimizer.all_gather_dp_groups(
-            groups_flat=self.o.bf16_groups_flat, partitioned_param_groups=self.o.bf16_partitioned_groups,
-            dp_process_group=self.o.real_dp_process_group,
-            start_alignment_factor=self.o.nccl_start_alignment_factor,
-            allgather_bucket_size=self.o.allgather_bucket_size,
-        )  # fmt: skip
-
     def view_gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         return {(f.group, f.offset): self._buffers[f.group][f.offset :] for f in fragments}
-
-    def refresh_weights(self) -> None:
-        self.o.update_lp_params()
 
 
 class Zero12(_Linked):
@@ -315,6 +337,7 @@ class Zero12(_Linked):
         self.sums_apart = o.partition_gradients
         patches.update_at_once(o)
         patches.scatter_buckets(o, topology, lambda: self.local)
+        self.gathers = self._gather_weights(o.round_robin_bit16_groups, o.bit16_groups_flat)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -329,6 +352,13 @@ class Zero12(_Linked):
         norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
         scale = float(getattr(self.o, "loss_scale", 1.0))
         return torch.stack(norms).double().square().sum() / scale**2
+
+    @contextlib.contextmanager
+    def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
+        self.wait_for_weights()  # the update writes some of them
+        replaced = stage_1_and_2, "all_gather_dp_groups", self.gathers.begin_gathers
+        with super().clipping_by(known, followed), patches.replace_attribute(*replaced):
+            yield
 
     def _counted_gradients(self) -> list[Tensor]:
         # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces. A partition
@@ -356,7 +386,7 @@ class Zero12(_Linked):
             self.o.all_grad_tensors[averaged_gradient] = None
 
     def refresh_weights(self) -> None:
-        self.o.update_lp_params()
+        super().refresh_weights()
         for group in range(len(self.o.bit16_groups)):
             self.o._update_model_bit16_weights(group)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements: a ring's latency gro
 
 
 def limit_bucket(given: int, ranks: int) -> int:
-    """The most elements of a bucket of gradients that `ranks` data ranks sum. given: DeepSpeed's reduce_bucket_size."""
+    """The most elements of a bucket that `ranks` data ranks sum or gather. given: DeepSpeed's reduce_bucket_size."""
     return min(given, max(BUCKET, BUCKET_OF_RANK * ranks))
 
 
@@ -145,3 +147,26 @@ def cut_into_buckets(sizes: Sequence[int], limit: int) -> list[range]:
             bucket_stop, bucket_elements = number + 1, 0
         bucket_elements += sizes[number]
     return [*buckets, range(bucket_stop)] if bucket_stop else buckets
+
+
+class FlatBucket(NamedTuple):
+    """Neighbours in a flat buffer. numbers: of the parameters. start: its first element. owned: how many of its elements
+    each rank updates."""
+
+    numbers: range
+    start: int
+    owned: list[int]
+
+
+def cut_flat_buffer(sizes: Sequence[int], length: int, ranks: int, limit: int) -> list[FlatBucket]:
+    """`cut_into_buckets` of a flat buffer of `length` elements, of which each of `ranks` ranks updates an equal part.
+    Padding belongs to the last parameter."""
+    parameter_ends, part_size = [0, *accumulate(sizes)], length // ranks
+    parameter_ends[-1] = length
+    flat_buckets = []
+    for numbers in cut_into_buckets(sizes, limit):
+        start, stop = parameter_ends[numbers.start], parameter_ends[numbers.stop]
+        owner_cuts = [min(max(rank * part_size, start), stop) for rank in range(ranks + 1)]
+        owned = [owner_stop - owner_start for owner_start, owner_stop in pairwise(owner_cuts)]
+        flat_buckets.append(FlatBucket(numbers, start, owned))
+    return flat_buckets

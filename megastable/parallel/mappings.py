@@ -106,6 +106,20 @@ def begin_sum(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) ->
     return dist.reduce_scatter(pieces[rank], list(pieces), group=group, async_op=True)
 
 
+def begin_gather_pieces(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> list[dist.Work]:
+    """All-gather the pieces of the flat `whole`, of any sizes, one of each rank of `group`: they replace the others of
+    this `rank` when the returned works have been waited for."""
+    if len({piece.numel() for piece in pieces}) == 1:
+        return [_gather(whole, pieces[rank], group=group, async_op=True)]
+    if whole.is_cuda:  # NCCL makes broadcasts of it that go together
+        return [dist.all_gather(list(pieces), pieces[rank], group=group, async_op=True)]
+    return [
+        dist.broadcast(piece, dist.get_global_rank(group, owner), group=group, async_op=True)
+        for owner, piece in enumerate(pieces)
+        if piece.numel()
+    ]
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:

@@ -168,6 +168,7 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
 
     def state(engine: Any) -> dict[str, Any]:
         found = {name: t.clone() for name, t in engine.optimizer_state().items()}
+        engine.zero.wait_for_weights()
         for index, parameter in enumerate(engine.ds.module.parameters()):
             found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().clone()
         return found | {"counters": engine.read_counters(), "random": torch.get_rng_state()}

@@ -40,6 +40,7 @@ def copy_state(engine: Any) -> dict[str, Tensor]:
     from megastable.engine.flatstate import KINDS
 
     flat = engine.flat_state()
+    engine.zero.wait_for_weights()
     found = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.gather_shards(kind).items()}
     for index, parameter in enumerate(engine.ds.module.parameters()):
         found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().float().clone()

@@ -64,6 +64,7 @@ def steps_of_rank(c: RunConfig, apart: bool) -> dict[str, Any]:
         after = {kind: pieces(flat, kind) for kind in KINDS}
         found = {"seen": dict(seen), "summed": summed, "norm": measured.grad_norm}
         steps.append(found | {"before": before, "after": after})
+    engine.zero.wait_for_weights()
     return {
         "steps": steps,
         "tensor": engine.topology.tensor_rank,

@@ -1,0 +1,145 @@
+"""Weights gathered while the next forward pass begins: the same bytes as after the update, and nobody reads too early."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.config.tree import RunConfig
+from megastable.engine import weight_gathers
+from megastable.engine.weight_gathers import BEFORE_ALL, WeightGathers
+from megastable.parallel.layout import cut_flat_buffer, cut_into_buckets
+from tests.distributed import run_ranks
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
+from tests.parallel.test_layouts import LENGTH, VOCABULARY, config
+
+STEPS, REFUSED, REWOUND, LIMIT = 10, (2, 5), 7, 3000  # elements of a bucket: of the smallest model five
+FP8 = {"precision": {"fp8": {"recipe": "delayed", "backend": "emulated"}}}
+# Ranks, the layout, and other sections.
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2": (2, {}, {}),
+    "dp3": (3, {"batch": 6, "micro_batch": 1}, {}),
+    "tp2-sequence-dp2": (4, {"tensor": 2, "sequence": True}, {}),
+    "pp2-dp2": (4, {"pipeline": 2, "micro_batch": 1}, {}),
+    "pp2-dp2-zero-bubble": (4, {"pipeline": 2, "micro_batch": 1, "schedule": "zero_bubble"}, {}),
+    "tied-dp2-full": (2, {"tied": True, "recompute": "full"}, {}),
+    "tied-pp2-dp2": (4, {"tied": True, "pipeline": 2, "micro_batch": 1}, {}),
+    "compiled-dp2": (2, {}, {"kernels": {"compile": True}}),
+    "fp8-dp2": (2, {}, FP8),
+    "qk-clip-dp2": (2, {"model": {"qk_norm": False}}, {"optimizer": {"qk_clip": 0.01}}),
+    "lamb-dp2": (2, {}, {"optimizer": {"name": "lamb"}}),
+    "fp32-dp3": (3, {"precision": "fp32", "batch": 6, "micro_batch": 1}, {}),
+    "zero2-dp3": (3, {"zero": 2, "batch": 6, "micro_batch": 1}, {}),
+}
+
+
+class LateWork:
+    """A gather that arrives when it is waited for; until then the other ranks' pieces are not numbers."""
+
+    def __init__(self, *given: Any) -> None:
+        self._given, self._begin, (_, pieces, rank, _) = given, weight_gathers.begin_gather_pieces.real, given
+        for owner, piece in enumerate(pieces):
+            if owner != rank:
+                piece.fill_(torch.nan)
+
+    def wait(self) -> None:
+        if self._given:
+            for work in self._begin(*self._given):
+                work.wait()
+            self._given = ()
+
+
+def train_twice(name: str, late: bool = True) -> dict[str, Any]:
+    """Of this rank, ten steps with gathers that arrive as late as they can, or as they do, and with DeepSpeed's; two
+    are refused, one is undone. By layer: how many buckets it waited for."""
+    _, given_parts, sections = CASES[name]
+    parts = {"precision": "bf16", **given_parts}
+    tree = config(**parts).model_dump(mode="json")
+    for section, keys in sections.items():
+        tree[section] |= keys
+    c = RunConfig.model_validate(tree)
+    begin_gather, wait_for_layer = weight_gathers.begin_gather_pieces, WeightGathers._wait_for_layer
+    begin_gathers, waited = WeightGathers.begin_gathers, Counter[int]()
+
+    def begin_late(*given: Any) -> list[Any]:
+        return [LateWork(*given)] if late else begin_gather(*given)
+
+    def note_wait(self: WeightGathers, number: int, *given: Any) -> None:
+        begun_before = len(self._begun)
+        wait_for_layer(self, number, *given)
+        waited[number] += begun_before - len(self._begun)
+
+    begin_late.real = begin_gather  # type: ignore[attr-defined]
+    WeightGathers._wait_for_layer = note_wait  # type: ignore[method-assign]
+    weight_gathers.begin_gather_pieces = begin_late
+    states, seen, bucket_counts = [], [], set()
+    for is_ours in (True, False):
+        engine = build_engine(c, reduce_bucket_size=LIMIT)
+        bucket_counts.add(len(engine.zero.gathers.buckets))
+        if not is_ours:  # DeepSpeed's, of whole buffers, waited for
+            o = engine.optimizer
+            flats = (o.bf16_groups_flat, o.bf16_partitioned_groups) if hasattr(o, "bf16_groups_flat") else None
+            flats = flats or (o.bit16_groups_flat, o.parallel_partitioned_bit16_groups)
+
+            def gather_whole(*_: Any, flats: Any = flats, groups: Any = o.real_dp_process_group, **__: Any) -> None:
+                for flat, pieces, group in zip(*flats, groups, strict=True):
+                    own_rank = torch.distributed.get_rank(group)
+                    torch.distributed.all_gather_into_tensor(flat, pieces[own_rank], group)
+
+            engine.zero.gathers.begin_gathers = gather_whole
+        random, told = torch.Generator().manual_seed(3), list[Any]()
+        for step in range(STEPS):
+            tokens = torch.randint(0, VOCABULARY, (c.train.global_batch, LENGTH + 1), generator=random)
+            batch = take_batch(engine, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None))
+            if step == REWOUND - 2:
+                kept = {n: t.clone() for n, t in engine.optimizer_state().items()}, engine.read_counters()
+            if step == REWOUND:
+                engine.restore_optimizer_state(kept[0])
+                engine.refresh_weights()
+                engine.restore_counters(kept[1])
+            if step in (4, 8):  # right after an update
+                told.append(engine.evaluate_samples(batch).tolist())
+                told.append(engine.measure_step(batch[:1]).grad_norm)
+            measured, applied = engine.train_step(batch, 1e-2, lambda m, step=step: step not in REFUSED)
+            assert applied == (step not in REFUSED)
+            told.append((measured.losses.tolist(), measured.grad_norm, engine.kept, measured.gradients))
+            if step in (0, 3, 9):
+                told.append([flat.double().sum().item() for flat in engine.zero.flat_weights])
+        seen.append(told)
+        states.append(copy_state(engine))
+    WeightGathers.begin_gathers, WeightGathers._wait_for_layer = begin_gathers, wait_for_layer  # type: ignore[method-assign]
+    weight_gathers.begin_gather_pieces = begin_gather
+    assert repr(seen[0]) == repr(seen[1]) and are_same(*states)
+    return {"waited": waited, "buckets": bucket_counts}
+
+
+@pytest.mark.quick("dp3", "pp2-dp2", "qk-clip-dp2")
+@pytest.mark.parametrize("name", CASES)
+def test_late_weights_give_the_same_bytes_as_gathers_that_are_waited_for(name: str) -> None:
+    for rank in run_ranks(CASES[name][0], train_twice, name):
+        assert min(rank["buckets"]) > 4
+        # Some are there before the first layer; others when later layers are called.
+        assert rank["waited"][BEFORE_ALL] > 0 and sum(count > 0 for count in rank["waited"].values()) >= 3
+
+
+def test_gathers_that_go_on_beside_the_forward_pass_give_the_same_bytes() -> None:
+    assert all(rank["buckets"] for rank in run_ranks(3, train_twice, "dp3", False))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 30))
+def test_ranks_own_every_element_of_a_flat_buffer_once(sizes: list[int], ranks: int, limit: int) -> None:
+    length = -(-sum(sizes) // ranks) * ranks
+    starts = [0, *accumulate(sizes)]
+    buckets = cut_flat_buffer(sizes, length, ranks, limit)
+    assert [bucket.numbers for bucket in buckets] == cut_into_buckets(sizes, limit)
+    owners: list[int] = []
+    for numbers, start, owned in reversed(buckets):
+        assert start == len(owners) == starts[numbers.start]
+        owners += [rank for rank, elements in enumerate(owned) for _ in range(elements)]
+    assert owners == [rank for rank in range(ranks) for _ in range(length // ranks)]
