@@ -13,6 +13,7 @@ these parts, so the pieces of a bucket differ in size, and most are empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -22,7 +23,7 @@ from torch.distributed import Work
 from megastable.base import activity
 from megastable.engine.local_gradients import LocalGradients
 from megastable.engine.micro_batch_sums import MicroBatchSums, Place
-from megastable.parallel.layout import cut_flat_buffer, limit_bucket
+from megastable.parallel.layout import cut_into_buckets, limit_bucket
 from megastable.parallel.mappings import begin_sum
 from megastable.parallel.sharding import Fragment
 from megastable.parallel.topology import Topology
@@ -68,18 +69,23 @@ class GradientSums:
         ordered_buckets = []
         for group, whole_buffer in enumerate(o.fp32_groups_gradients_flat):
             parameter_sizes = [parameter.numel() for parameter in o.bf16_groups[group]]
-            part_start = self._rank * len(self._parts[group])
-            for flat_bucket in cut_flat_buffer(
-                parameter_sizes, len(whole_buffer), self._ranks, bucket_limit
-            ):
-                bucket_numbers, bucket_start, owned_elements = flat_bucket
-                bucket_buffer = whole_buffer[bucket_start : bucket_start + sum(owned_elements)]
-                owner_pieces = list(bucket_buffer.split(owned_elements))
+            parameter_ends, part_size = [0, *accumulate(parameter_sizes)], len(self._parts[group])
+            parameter_ends[-1] = len(whole_buffer)  # padding belongs to the last one
+            for bucket_numbers in cut_into_buckets(parameter_sizes, bucket_limit):
+                bucket_start, bucket_end = (
+                    parameter_ends[bucket_numbers.start],
+                    parameter_ends[bucket_numbers.stop],
+                )
+                owner_cuts = [
+                    min(max(rank * part_size, bucket_start), bucket_end) - bucket_start
+                    for rank in range(1, self._ranks)
+                ]
+                bucket_buffer = whole_buffer[bucket_start:bucket_end]
+                owner_pieces = list(bucket_buffer.tensor_split(owner_cuts))
                 first_order = min(
                     module_orders[id(o.bf16_groups[group][number])] for number in bucket_numbers
                 )
-                own_start = bucket_start - part_start
-                own_stop = own_start + len(bucket_buffer)
+                own_start, own_stop = (end - self._rank * part_size for end in (bucket_start, bucket_end))
                 own_places = [(g, at) for g, at in self._places if g == group and own_start <= at < own_stop]
                 new_bucket = Bucket(bucket_buffer, owner_pieces, group, bucket_numbers, own_places)
                 ordered_buckets.append((first_order, new_bucket))

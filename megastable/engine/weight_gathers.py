@@ -1,10 +1,10 @@
 """Gathers updated weights from the ranks that share out the state, while the next forward pass begins.
 
 ZeRO 1 and 2 let a rank update a part of every flat buffer (arXiv:1910.02054 section 5.1); to compute, it needs all of
-it. DeepSpeed 0.19.8 gathers each buffer as a whole after the update, and waits for it. Here the gathers of all buckets
-begin then, in the order in which the forward pass reads them, and every layer waits for its own when it is called. The
-parts are not cut like the buckets: one or two ranks have updated most of a bucket, or few in a group of hundreds. So a
-gather has pieces of any sizes; the bytes are the same.
+it. DeepSpeed 0.19.8 gathers each buffer as a whole after the update, and waits for it. Here a buffer is cut into buckets
+of neighbours. All gathers begin after the update, in the order in which the forward pass reads the weights, and every
+layer waits for its own when it is called. One or a few ranks have updated a bucket: they give each rank an equal slice
+of it first, which is then gathered. The bytes of the weights are the same.
 
 Whoever reads weights in another place than a forward pass calls `wait_for_all` before. A GPU waits on its stream alone.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from megastable.parallel.layout import cut_flat_buffer
-from megastable.parallel.mappings import begin_gather_pieces
+from megastable.parallel.layout import cut_evenly, find_owned
+from megastable.parallel.mappings import Shares, begin_gather_shares, share_out
 
 BEFORE_ALL = -1  # weights that no layer alone reads are there before the first of them
 
 
 class WeightBucket(NamedTuple):
-    """Weights of neighbouring parameters. reader: number of the layer that reads one of them first. whole: [n]. pieces:
-    of it, by the rank of `group` that updates them."""
+    """Neighbouring weights. reader: number of the layer that reads some of them first. group: the ranks that have
+    updated them."""
 
     reader: int
-    whole: Tensor
-    pieces: list[Tensor]
-    rank: int
+    shares: Shares
     group: Any
 
 
@@ -57,14 +56,16 @@ class WeightGathers:
         readers = {id(p): n for n, layer in enumerate(layers) for p in layer.parameters() if p.dim() > 1}
         found_buckets = []
         for parameters, buffer, group in zip(groups, buffers, shard_groups, strict=True):
-            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+            ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), len(buffer)
             sizes = [parameter.numel() for parameter in parameters]
-            for numbers, start, owned in cut_flat_buffer(sizes, len(buffer), ranks, limit) if ranks > 1 else ():
-                whole = buffer.detach()[start : start + sum(owned)]
-                reader = min(readers.get(id(parameters[number]), BEFORE_ALL) for number in numbers)
-                found_buckets.append(WeightBucket(reader, whole, list(whole.split(owned)), rank, group))
+            places = list(zip(parameters, pairwise(accumulate(sizes, initial=0)), strict=True))
+            for whole in cut_evenly(sizes, length, ranks, limit) if ranks > 1 else ():
+                within = [p for p, (start, stop) in places if start < whole.stop and stop > whole.start]
+                reader = min((readers.get(id(p), BEFORE_ALL) for p in within), default=BEFORE_ALL)
+                shares = share_out(buffer.detach(), whole, find_owned(whole, length, ranks), rank)
+                found_buckets.append(WeightBucket(reader, shares, group))
         self.buckets = sorted(found_buckets, key=lambda bucket: bucket.reader)
-        self._begun: deque[tuple[int, list[Work]]] = deque()
+        self._begun: deque[tuple[int, Work]] = deque()
         if self.buckets:
             module.register_forward_pre_hook(partial(self._wait_for_layer, BEFORE_ALL), prepend=True)
             for number, layer in enumerate(layers):
@@ -74,15 +75,13 @@ class WeightGathers:
     def begin_gathers(self, *_: Any, **__: Any) -> None:
         """This rank has updated its parts: begin to gather the others. In place of DeepSpeed's `all_gather_dp_groups`.
         Collective over the groups."""
-        self._begun = deque((reader, begin_gather_pieces(*given)) for reader, *given in self.buckets)
+        self._begun = deque((b.reader, begin_gather_shares(b.shares, b.group)) for b in self.buckets)
 
     def _wait_for_layer(self, number: int, *_: Any) -> None:
         while self._begun and self._begun[0][0] <= number:
-            for work in self._begun.popleft()[1]:
-                work.wait()
+            self._begun.popleft()[1].wait()
 
     def wait_for_all(self) -> None:
         """Until all weights are there. On a GPU for what its present stream does next; layers still wait on theirs."""
-        for _, begun_works in self._begun:
-            for work in begun_works:
-                work.wait()
+        for _, begun_work in self._begun:
+            begun_work.wait()

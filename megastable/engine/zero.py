@@ -353,13 +353,6 @@ class Zero12(_Linked):
         scale = float(getattr(self.o, "loss_scale", 1.0))
         return torch.stack(norms).double().square().sum() / scale**2
 
-    @contextlib.contextmanager
-    def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
-        self.wait_for_weights()  # the update writes some of them
-        replaced = stage_1_and_2, "all_gather_dp_groups", self.gathers.begin_gathers
-        with super().clipping_by(known, followed), patches.replace_attribute(*replaced):
-            yield
-
     def _counted_gradients(self) -> list[Tensor]:
         # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces. A partition
         # may end with zeros that belong to no parameter.
@@ -374,8 +367,13 @@ class Zero12(_Linked):
             if counted_once(parameter, self.topology)
         ]
 
-    def clipping_by(self, known: Any, followed: bool) -> contextlib.AbstractContextManager[None]:
-        return super().clipping_by(self.make_scalar(known).float() * self.o.loss_scale, followed)
+    @contextlib.contextmanager
+    def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
+        self.wait_for_weights()  # the update writes some of them
+        scaled_norm = self.make_scalar(known).float() * self.o.loss_scale
+        replaced = stage_1_and_2, "all_gather_dp_groups", self.gathers.begin_gathers
+        with super().clipping_by(scaled_norm, followed), patches.replace_attribute(*replaced):
+            yield
 
     def discard_gradients(self) -> None:
         super().discard_gradients()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,7 @@ def cut_into_stages(costs: Sequence[float], stages: int, required: Sequence[bool
 
 
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements: a ring's latency grows with its ranks
+ALIGNED = 8  # elements: 16 bytes of bf16
 
 
 def limit_bucket(given: int, ranks: int) -> int:
@@ -149,24 +149,20 @@ def cut_into_buckets(sizes: Sequence[int], limit: int) -> list[range]:
     return [*buckets, range(bucket_stop)] if bucket_stop else buckets
 
 
-class FlatBucket(NamedTuple):
-    """Neighbours in a flat buffer. numbers: of the parameters. start: its first element. owned: how many of its elements
-    each rank updates."""
+def cut_evenly(sizes: Sequence[int], length: int, ranks: int, limit: int) -> list[range]:
+    """The buckets of `cut_into_buckets` as elements of the flat buffer, from its beginning. Each begins a little later,
+    so that `ranks` divide it. length: of the buffer, with padding; a multiple of `ranks`."""
+    parameter_starts, step = [0, *accumulate(sizes)], ALIGNED * ranks
+    bucket_starts = [parameter_starts[numbers.start] for numbers in cut_into_buckets(sizes, limit)]
+    even_starts = sorted({0, *(-(-start // step) * step for start in bucket_starts)})
+    return [range(*pair) for pair in pairwise([*(start for start in even_starts if start < length), length])]
 
-    numbers: range
-    start: int
-    owned: list[int]
 
-
-def cut_flat_buffer(sizes: Sequence[int], length: int, ranks: int, limit: int) -> list[FlatBucket]:
-    """`cut_into_buckets` of a flat buffer of `length` elements, of which each of `ranks` ranks updates an equal part.
-    Padding belongs to the last parameter."""
-    parameter_ends, part_size = [0, *accumulate(sizes)], length // ranks
-    parameter_ends[-1] = length
-    flat_buckets = []
-    for numbers in cut_into_buckets(sizes, limit):
-        start, stop = parameter_ends[numbers.start], parameter_ends[numbers.stop]
-        owner_cuts = [min(max(rank * part_size, start), stop) for rank in range(ranks + 1)]
-        owned = [owner_stop - owner_start for owner_start, owner_stop in pairwise(owner_cuts)]
-        flat_buckets.append(FlatBucket(numbers, start, owned))
-    return flat_buckets
+def find_owned(whole: range, length: int, ranks: int) -> list[range]:
+    """The elements in `whole` that each of `ranks` ranks updates of a flat buffer of `length`: ZeRO gives each of them
+    an equal part."""
+    part = length // ranks
+    return [
+        range(max(rank * part, whole.start), max(min(rank * part + part, whole.stop), rank * part, whole.start))
+        for rank in range(ranks)
+    ]

@@ -106,18 +106,42 @@ def begin_sum(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) ->
     return dist.reduce_scatter(pieces[rank], list(pieces), group=group, async_op=True)
 
 
-def begin_gather_pieces(whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> list[dist.Work]:
-    """All-gather the pieces of the flat `whole`, of any sizes, one of each rank of `group`: they replace the others of
-    this `rank` when the returned works have been waited for."""
-    if len({piece.numel() for piece in pieces}) == 1:
-        return [_gather(whole, pieces[rank], group=group, async_op=True)]
-    if whole.is_cuda:  # NCCL makes broadcasts of it that go together
-        return [dist.all_gather(list(pieces), pieces[rank], group=group, async_op=True)]
-    return [
-        dist.broadcast(piece, dist.get_global_rank(group, owner), group=group, async_op=True)
-        for owner, piece in enumerate(pieces)
-        if piece.numel()
-    ]
+class Shares(NamedTuple):
+    """Of a flat tensor, which all ranks are to have: `piece`, which this rank has, and `even`, this rank's of the equal
+    slices of all. given, taken: how many elements of its piece each rank's slice needs, and of its slice each rank's
+    piece gives; None if slices are pieces."""
+
+    whole: Tensor
+    piece: Tensor
+    even: Tensor
+    given: list[int] | None
+    taken: list[int] | None
+
+
+def share_out(buffer: Tensor, whole: range, owned: Sequence[range], rank: int) -> Shares:
+    """The shares of elements `whole` of a flat buffer. owned: those that each rank has."""
+    size = len(whole) // len(owned)
+    slices = [range(start, start + size) for start in range(whole.start, whole.stop, size)]
+    tensors = [buffer[part.start : part.stop] for part in (whole, owned[rank], slices[rank])]
+    if list(owned) == slices:
+        return Shares(*tensors, None, None)
+    return Shares(*tensors, count_overlaps(owned[rank], slices), count_overlaps(slices[rank], owned))
+
+
+def begin_gather_shares(shares: Shares, group: Any) -> dist.Work:
+    """All-gather a flat tensor of which every rank of `group` has a piece of any size, in place.
+
+    The pieces are made even first, by a message of a rank's own piece: NCCL would gather uneven ones by a broadcast of
+    each, of which some wait for the one before to go round the whole ring.
+    """
+    if shares.given is not None:
+        # What a rank gives itself stays where it is.
+        exchanged = dist.all_to_all_single(
+            shares.even, shares.piece, shares.taken, shares.given, group=group, async_op=True
+        )
+        if not shares.whole.is_cuda:  # NCCL sends in this order anyway
+            exchanged.wait()
+    return _gather(shares.whole, shares.even, group=group, async_op=True)
 
 
 class _Copy(torch.autograd.Function):

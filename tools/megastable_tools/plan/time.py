@@ -8,9 +8,8 @@ Every operation of `work.py` takes the longer of the times for its FLOPs and its
 stage, and one of every other stage while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1).
 ZB-H1: while it does, weight gradients are computed twice (Qi et al., arXiv:2401.10241, section 2.3).
 Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
-buckets (engine/gradient_sums.py), in other precisions after it. Under ZeRO 1 and 2 weights are gathered behind the
-forward pass of the first one, but for the first buckets (engine/weight_gathers.py). Else ZeRO 2 and 3 communicate
-during computing. Messages of tensor parallelism are hidden by the product that each goes beside, and by no
+buckets (engine/gradient_sums.py), in other precisions after it, and weights are gathered after the update; ZeRO 2 and 3
+communicate during computing. Messages of tensor parallelism are hidden by the product that each goes beside, and by no
 more than it takes (parallel/overlapped.py).
 
 Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
@@ -385,8 +384,7 @@ class _Prediction:
             if n > 1 and term.collective != "receive":  # the other end's send
                 sent_bytes = volume.count_sent_bytes(term, n)
                 total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
-                latency = estimate_latency(term.collective, n, group_link)
-                total_seconds += (term.calls - term.together) * latency
+                total_seconds += term.calls * estimate_latency(term.collective, n, group_link)
         return total_seconds
 
     def _terms(self, stage: int) -> list[volume.Term]:
@@ -455,14 +453,9 @@ class _Prediction:
             beside |= alone and zero == 3 and what == "weights"
             beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
             moving_seconds = self._moving(terms)
-            pass_seconds = 0.0
-            if what == "gradients" and self._sums_early:
-                pass_seconds = self._count_backward(stage)
-            elif what == "weights" and zero < 3 and self.others == DEEPSPEED:
-                pass_seconds = self._count_forward(stage)
-            if pass_seconds and not beside:
-                beside_seconds = moving_seconds * self._count_beside_share(stage)
-                _, hidden = self._hide(beside_seconds, min(computing, pass_seconds), True)
+            if what == "gradients" and self._sums_early and not beside:
+                early_seconds = moving_seconds * self._count_early_share(stage)
+                _, hidden = self._hide(early_seconds, min(computing, self._count_backward(stage)), True)
                 seconds = moving_seconds - hidden
             else:
                 seconds, hidden = self._hide(moving_seconds, computing, beside)
@@ -478,17 +471,12 @@ class _Prediction:
         is_ours = self.others == DEEPSPEED and self.config.parallel.zero == 1
         return is_ours and is_bf16 and clipping != "worker"
 
-    def _count_beside_share(self, stage: int) -> float:
-        """Share of gradients and weights in buckets that are complete before the backward pass is over, and not read
-        before the forward pass has begun."""
-        held_stage = volume.stage_of(self.cut, stage)
-        cut_groups = volume.cut_flat(self.config, self.layout.data, held_stage, self.zero)
-        group_sizes = [[sum(bucket.owned) for bucket in group_buckets] for group_buckets in cut_groups]
-        return 1 - sum(sizes[-1] for sizes in group_sizes) / sum(map(sum, group_sizes))
-
-    def _count_forward(self, stage: int) -> float:
-        """Seconds of computing in the forward pass of one micro-batch, which reads the weights one after the other."""
-        return sum(times * seconds for o, times, seconds in self._operations(stage) if o.when == work.FORWARD)
+    def _count_early_share(self, stage: int) -> float:
+        """Share of the gradients in buckets that are complete before the backward pass is over."""
+        cut_groups = volume.cut_gradients(
+            self.config, self.layout.data, volume.stage_of(self.cut, stage), self.zero
+        )
+        return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
 
     def _count_backward(self, stage: int) -> float:
         """Seconds of computing in the backward pass of one micro-batch, in which its gradients become complete."""
@@ -599,10 +587,13 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
 
 
 def estimate_latency(collective: str, ranks: int, link: Crossing) -> float:
-    """Seconds of an empty message: a ring's rounds, or a tree's if that is faster (NCCL has one for all-reduce only)."""
+    """Seconds of an empty message: a ring's rounds, or a tree's if that is faster (NCCL has no tree for all-gather and
+    reduce-scatter)."""
     if collective in ("send", "all-to-all"):
         return link.far
     ring = (ranks - link.hosts) * link.near + link.hosts * link.far
     if collective == "all-reduce":
         return min(2 * ring, 2 * math.ceil(math.log2(ranks)) * link.far)
+    if collective in ("broadcast", "reduce"):
+        return min(ring, math.ceil(math.log2(ranks)) * link.far)
     return ring

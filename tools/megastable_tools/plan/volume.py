@@ -22,7 +22,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, fp8_linears, layer_costs
-from megastable.parallel.layout import FlatBucket, cut_flat_buffer, cut_into_stages, limit_bucket
+from megastable.parallel.layout import cut_into_buckets, cut_into_stages, limit_bucket
 from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
 FP32, FP64, INT32 = 4, 8, 4
@@ -35,8 +35,7 @@ SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpee
 
 @dataclass(frozen=True)
 class Term:
-    """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received). together: of
-    them, those that begin at the same time as another one.
+    """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
     group: "tensor", "context", "data", "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x
     pipeline), "tied" (the data ranks of the first and the last stage), "world".
@@ -47,7 +46,6 @@ class Term:
     collective: str
     bytes: int
     calls: int
-    together: int = 0
 
     @property
     def total(self) -> int:
@@ -416,13 +414,14 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
             Term("gradients", "data", "reduce-scatter", gradients, micro_batches),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
-    weights = _gathers(config, data, held, settings) if data > 1 else []
+    # DeepSpeed pads to 4 bytes of bf16 on every rank.
+    flat = [round_up(sum(group), 2 * data) for group in group_sizes]
+    # DeepSpeed also reduces over a group of one, but does not gather over it.
+    weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         bucket_calls = Counter(
-            sum(bucket.owned)
-            for group_buckets in cut_flat(config, data, held, settings)
-            for bucket in group_buckets
+            n for group_buckets in cut_gradients(config, data, held, settings) for n in group_buckets
         )
         summed = [
             Term("gradients", "data", "reduce-scatter", n * FP32, bucket_calls[n] * (data > 1))
@@ -435,33 +434,12 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     return [*summed, *_checks(config, 0, FP32), *weights]  # the norm piggybacks here, too
 
 
-def _gathers(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
-    """Updated weights (engine/weight_gathers.py): of a bucket of which all ranks have updated as much, an all-gather,
-    else a broadcast from each that has updated some of it. NCCL sends those of a bucket together."""
-    gathered, sent, first = Counter[int](), Counter[int](), Counter[int]()
-    for group_buckets in cut_flat(config, data, held, settings):
-        for _, _, owned in group_buckets:
-            sizes = [elements for elements in owned if elements]
-            if sizes == [owned[0]] * data:
-                gathered[owned[0]] += 1
-            else:
-                sent.update(sizes)
-                first[sizes[0]] += 1
-    e = count_element_bytes(config)
-    whole = [Term("weights", "data", "all-gather", n * e, calls) for n, calls in gathered.items()]
-    return whole + [
-        Term("weights", "data", "broadcast", n * e, calls, calls - first[n]) for n, calls in sent.items()
-    ]
-
-
-def cut_flat(
+def cut_gradients(
     config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
-) -> list[list[FlatBucket]]:  # fmt: skip
-    """The buckets in which gradients are summed (ZeRO 1 in bf16: engine/gradient_sums.py) and weights gathered (ZeRO 1
-    and 2: engine/weight_gathers.py), by group of parameters.
+) -> list[list[int]]:  # fmt: skip
+    """Elements of the buckets of gradients that ZeRO 1 in bf16 sums (engine/gradient_sums.py), by group of parameters.
 
-    From the end of the model: the last bucket of each group is complete when the backward pass is over, and is read
-    when the forward pass begins.
+    In the order of the backward pass: the last bucket of each group is complete when that is over.
     """
     bucket_limit = limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
     # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
@@ -473,9 +451,13 @@ def cut_flat(
         ordered_sizes = (
             group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
         )
-        # DeepSpeed pads to 4 bytes of bf16 on every rank.
-        padded_size = round_up(sum(ordered_sizes), 2 * data)
-        cut_groups.append(cut_flat_buffer(ordered_sizes, padded_size, data, bucket_limit))
+        group_buckets = [
+            sum(ordered_sizes[i] for i in numbers)
+            for numbers in cut_into_buckets(ordered_sizes, bucket_limit)
+        ]
+        # DeepSpeed's padding is behind the last parameter.
+        group_buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
+        cut_groups.append(group_buckets)
     return cut_groups
 
 
