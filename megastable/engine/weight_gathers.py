@@ -62,7 +62,8 @@ class WeightGathers:
             for whole in cut_evenly(sizes, length, ranks, limit) if ranks > 1 else ():
                 within = [p for p, (start, stop) in places if start < whole.stop and stop > whole.start]
                 reader = min((readers.get(id(p), BEFORE_ALL) for p in within), default=BEFORE_ALL)
-                shares = share_out(buffer.detach(), whole, find_owned(whole, length, ranks), rank)
+                owned = [find_owned(whole, length, ranks, owner) for owner in range(ranks)]
+                shares = share_out(buffer.detach(), whole, owned, rank)
                 found_buckets.append(WeightBucket(reader, shares, group))
         self.buckets = sorted(found_buckets, key=lambda bucket: bucket.reader)
         self._begun: deque[tuple[int, Work]] = deque()

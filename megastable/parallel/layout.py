@@ -158,11 +158,9 @@ def cut_evenly(sizes: Sequence[int], length: int, ranks: int, limit: int) -> lis
     return [range(*pair) for pair in pairwise([*(start for start in even_starts if start < length), length])]
 
 
-def find_owned(whole: range, length: int, ranks: int) -> list[range]:
-    """The elements in `whole` that each of `ranks` ranks updates of a flat buffer of `length`: ZeRO gives each of them
-    an equal part."""
+def find_owned(whole: range, length: int, ranks: int, rank: int) -> range:
+    """The elements in `whole` that one of `ranks` ranks updates of a flat buffer of `length`: ZeRO gives each an equal
+    part."""
     part = length // ranks
-    return [
-        range(max(rank * part, whole.start), max(min(rank * part + part, whole.stop), rank * part, whole.start))
-        for rank in range(ranks)
-    ]
+    start = max(rank * part, whole.start)
+    return range(start, max(start, min(rank * part + part, whole.stop)))

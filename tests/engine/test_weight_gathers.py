@@ -144,5 +144,5 @@ def test_buckets_are_even_and_every_element_has_one_owner(sizes: list[int], rank
     assert all(min(b.start - s for s in starts if s <= b.start) < 8 * ranks for b in buckets)
     assert len(buckets) <= len(cut_into_buckets(sizes, limit))
     for rank in range(ranks):
-        owned = [element for bucket in buckets for element in find_owned(bucket, length, ranks)[rank]]
+        owned = [element for bucket in buckets for element in find_owned(bucket, length, ranks, rank)]
         assert owned == list(range(length))[rank * length // ranks :][: length // ranks]

@@ -8,8 +8,8 @@ Every operation of `work.py` takes the longer of the times for its FLOPs and its
 stage, and one of every other stage while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1).
 ZB-H1: while it does, weight gradients are computed twice (Qi et al., arXiv:2401.10241, section 2.3).
 Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
-buckets (engine/gradient_sums.py), in other precisions after it, and weights are gathered after the update; ZeRO 2 and 3
-communicate during computing. Messages of tensor parallelism are hidden by the product that each goes beside, and by no
+buckets (engine/gradient_sums.py), in other precisions after it; ZeRO 2 and 3 communicate during computing. ZeRO 1 and 2
+gather weights behind the forward pass of the first micro-batch, but for the first buckets (engine/weight_gathers.py). Messages of tensor parallelism are hidden by the product that each goes beside, and by no
 more than it takes (parallel/overlapped.py).
 
 Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
@@ -453,9 +453,13 @@ class _Prediction:
             beside |= alone and zero == 3 and what == "weights"
             beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
             moving_seconds = self._moving(terms)
-            if what == "gradients" and self._sums_early and not beside:
-                early_seconds = moving_seconds * self._count_early_share(stage)
-                _, hidden = self._hide(early_seconds, min(computing, self._count_backward(stage)), True)
+            pass_seconds = share = 0.0
+            if what == "gradients" and self._sums_early:
+                pass_seconds, share = self._count_backward(stage), self._count_early_share(stage)
+            elif what == "weights" and zero < 3 and self.others == DEEPSPEED:
+                pass_seconds, share = self._count_forward(stage), self._count_late_share(stage)
+            if share and not beside:
+                _, hidden = self._hide(moving_seconds * share, min(computing, pass_seconds), True)
                 seconds = moving_seconds - hidden
             else:
                 seconds, hidden = self._hide(moving_seconds, computing, beside)
@@ -477,6 +481,17 @@ class _Prediction:
             self.config, self.layout.data, volume.stage_of(self.cut, stage), self.zero
         )
         return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
+
+    def _count_late_share(self, stage: int) -> float:
+        """Share of the weights in buckets that are not read before the forward pass has begun."""
+        held_stage = volume.stage_of(self.cut, stage)
+        cut_groups = volume.cut_weights(self.config, self.layout.data, held_stage, self.zero)
+        first_elements = sum(len(buckets[0]) for buckets in cut_groups)
+        return 1 - first_elements / sum(buckets[-1].stop for buckets in cut_groups)
+
+    def _count_forward(self, stage: int) -> float:
+        """Seconds of computing in the forward pass of one micro-batch, which reads the weights one after the other."""
+        return sum(times * seconds for o, times, seconds in self._operations(stage) if o.when == work.FORWARD)
 
     def _count_backward(self, stage: int) -> float:
         """Seconds of computing in the backward pass of one micro-batch, in which its gradients become complete."""

@@ -22,7 +22,13 @@ from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, fp8_linears, layer_costs
-from megastable.parallel.layout import cut_into_buckets, cut_into_stages, limit_bucket
+from megastable.parallel.layout import (
+    cut_evenly,
+    cut_into_buckets,
+    cut_into_stages,
+    find_owned,
+    limit_bucket,
+)
 from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
 FP32, FP64, INT32 = 4, 8, 4
@@ -193,8 +199,8 @@ def list_step_terms(
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `stage_bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
-    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends
-    on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
+    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding and of
+    weights depends on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
     mean.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
@@ -206,7 +212,7 @@ def list_step_terms(
     terms += _context(config, data, held)
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
-    terms += _zero(config, data, held, zero or {})
+    terms += _zero(config, data, held, zero or {}, data_rank)
     terms += _orthogonalized(config, data, held, None if tensor_rank is None else (data_rank, tensor_rank))
     if config.optimizer.qk_clip is not None:
         terms.append(
@@ -403,9 +409,11 @@ def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Ter
     return [Term("tied embedding", "tied", "all-to-all", piece_elements * FP32, int(has_copies))]
 
 
-def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
+def _zero(
+    config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any], data_rank: int
+) -> list[Term]:  # fmt: skip
     """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
-    p, e, micro_batches = config.parallel, count_element_bytes(config), count_micro_batches(config, data)
+    p, micro_batches = config.parallel, count_micro_batches(config, data)
     group_sizes = [group.sizes for group in parameter_groups(config, held)]
     if p.zero == 3:
         gradients = sum(round_up(n, data) for group_size in group_sizes for n in group_size) * FP32
@@ -414,10 +422,8 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
             Term("gradients", "data", "reduce-scatter", gradients, micro_batches),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
-    # DeepSpeed pads to 4 bytes of bf16 on every rank.
-    flat = [round_up(sum(group), 2 * data) for group in group_sizes]
     # DeepSpeed also reduces over a group of one, but does not gather over it.
-    weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
+    weights = _shared(config, data, held, settings, data_rank) if data > 1 else []
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         bucket_calls = Counter(
@@ -441,24 +447,68 @@ def cut_gradients(
 
     In the order of the backward pass: the last bucket of each group is complete when that is over.
     """
-    bucket_limit = limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
-    # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
-    early_tables = int(held.first or (held.last and config.model.tied))
-    table_group = int(config.optimizer.name == "muon")
-    cut_groups = []
-    for group_number, group in enumerate(parameter_groups(config, held)):
-        first_ones = early_tables if group_number == table_group else 0
-        ordered_sizes = (
-            group.sizes[len(group.sizes) - first_ones :] + group.sizes[: len(group.sizes) - first_ones]
-        )
+    bucket_limit, cut_groups = _limit(settings, data), []
+    for ordered_sizes in _order_sizes(config, held):
         group_buckets = [
             sum(ordered_sizes[i] for i in numbers)
             for numbers in cut_into_buckets(ordered_sizes, bucket_limit)
         ]
         # DeepSpeed's padding is behind the last parameter.
-        group_buckets[0] += round_up(sum(ordered_sizes), 2 * data) - sum(ordered_sizes)
+        group_buckets[0] += pad_flat(ordered_sizes, data) - sum(ordered_sizes)
         cut_groups.append(group_buckets)
     return cut_groups
+
+
+def cut_weights(
+    config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
+) -> list[list[range]]:  # fmt: skip
+    """Elements of the buckets in which ZeRO 1 and 2 gather weights (engine/weight_gathers.py), by group of parameters.
+
+    In the order of the forward pass: the first bucket of each group is read when that begins, or nearly.
+    """
+    return [
+        cut_evenly(sizes, pad_flat(sizes, data), data, _limit(settings, data))
+        for sizes in _order_sizes(config, held)
+    ]
+
+
+def _limit(settings: Mapping[str, Any], data: int) -> int:
+    return limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
+
+
+def pad_flat(sizes: Sequence[int], data: int) -> int:
+    """Elements of a flat buffer: DeepSpeed pads it to 4 bytes of bf16 on every rank."""
+    return round_up(sum(sizes), 2 * data)
+
+
+def _order_sizes(config: RunConfig, held: Stage) -> list[list[int]]:
+    """Elements of every parameter in the order of the model, by group."""
+    # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
+    early_tables = int(held.first or (held.last and config.model.tied))
+    table_group, ordered_groups = int(config.optimizer.name == "muon"), []
+    for group_number, group in enumerate(parameter_groups(config, held)):
+        later_ones = len(group.sizes) - (early_tables if group_number == table_group else 0)
+        ordered_groups.append(group.sizes[later_ones:] + group.sizes[:later_ones])
+    return ordered_groups
+
+
+def _shared(
+    config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any], data_rank: int
+) -> list[Term]:  # fmt: skip
+    """Updated weights: even slices of every bucket are gathered. They come from the ranks that have updated them, unless
+    these have updated equal parts."""
+    e, sliced, given = count_element_bytes(config), Counter[int](), Counter[int]()
+    for group_buckets in cut_weights(config, data, held, settings):
+        length = group_buckets[-1].stop
+        for bucket in group_buckets:
+            sliced[len(bucket) // data] += 1
+            if len(group_buckets) > 1:
+                given[len(find_owned(bucket, length, data, data_rank))] += 1
+    return [
+        Term("weights", "data", collective, n * e, calls)
+        for collective, counted in (("all-gather", sliced), ("all-to-all", given))
+        for n, calls in counted.items()
+    ]
 
 
 def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
