@@ -1,19 +1,21 @@
-"""Show how much of the sums of gradients lies behind the backward pass: time lines of real steps over a slowed link.
+"""Show how much of the messages of data parallelism is hidden: time lines of real steps over a slowed link.
 
-    measure_overlap(OverlapCase()) -> OverlapFound      `megastable bench overlap --picture overlap.png`
+    measure_overlap(OverlapCase()) -> DataOverlap      `megastable bench overlap --picture overlap.png`
 
-Every rank trains a small model on this machine (gloo), with sums that begin during the backward pass and after it. The
-link is slowed by a clock alone: a sum has arrived when its bytes would have been sent, one sum after the other.
+Every rank trains a small model on this machine (gloo). Sums of gradients begin during the backward pass, and after it;
+gathers of weights are waited for during the next forward pass, and before it. The link is slowed by a clock alone: a
+message has arrived when its bytes would have been sent, one message after the other.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from benchmarks.common import describe_machine, is_finite
 from benchmarks.layouts import LayoutCase
 from benchmarks.ranks import launch_ranks
 from megastable.base import activity
+from megastable.parallel.mappings import Shares
 from megastable.report.figures import draw_figure
 
 MODEL = {
@@ -36,7 +39,7 @@ WARM = 2  # steps before those that count
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """rate: bytes a second that leave a rank. latency: seconds of every sum. rounds: steps of either kind."""
+    """rate: bytes a second that leave a rank. latency: seconds of every message. rounds: steps of either kind."""
 
     ranks: int = 4
     rate: float = 125e6
@@ -55,7 +58,7 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds since the beginning of the last backward pass; end: when it was over, or had arrived."""
+    """Seconds since the beginning of a step's last backward pass; end: when it was over, or had arrived."""
 
     what: str
     begin: float
@@ -93,28 +96,50 @@ class OverlapFound(Generic[Case]):
         return 1 - self.exposed / self.whole
 
 
-class TimedSum:
-    """A sum that has begun. arrival: when the slowed link will have carried it, by time.monotonic()."""
+@dataclass(frozen=True)
+class DataOverlap:
+    """sums: of gradients, with the backward pass and the wait after it. gathers: of weights, with the next forward pass
+    and the waits in it; their spans are of the same step."""
+
+    sums: OverlapFound[OverlapCase]
+    gathers: OverlapFound[OverlapCase]
+
+    @property
+    def hidden(self) -> float:
+        """Share of the seconds of both that computing hides."""
+        both = self.sums, self.gathers
+        return 1 - sum(found.exposed for found in both) / sum(found.whole for found in both)
+
+
+class TimedMessage:
+    """A message that has begun. arrival: when the slowed link will have carried it, by time.monotonic()."""
 
     def __init__(self, work: Any, arrival: float) -> None:
         self._work, self.begin, self.end = work, time.monotonic(), arrival
+        self.waits: list[tuple[float, float]] = []
 
     def wait(self) -> None:
+        begin_time = time.monotonic()
         if not self._work.is_completed():
             self._work.wait()
             self.end = max(self.end, time.monotonic())  # the machine was slower than the link
         time.sleep(max(0.0, self.end - time.monotonic()))
+        self.waits.append((begin_time, time.monotonic()))
 
 
 class Recorder:
-    """Records when the activities of a step and its sums begin and end; a listener of base/activity.py."""
+    """Records when the activities of a step and its messages begin and end; a listener of base/activity.py."""
 
-    def __init__(self, case: OverlapCase, ranks: int, begin_sum: Callable[..., Any]) -> None:
-        self._case, self._ranks, self._begin_sum = case, ranks, begin_sum
+    def __init__(
+        self, case: OverlapCase, ranks: int, begin_sum: Callable[..., Any], begin_gather: Callable[..., Any]
+    ) -> None:
+        self._case, self._share = case, (ranks - 1) / ranks
+        self._begin_sum, self._begin_gather = begin_sum, begin_gather
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
-        self.sums: list[TimedSum] = []
+        self.sums: list[TimedMessage] = []
+        self.gathers: list[TimedMessage] = []
         self.entered: list[tuple[str, float]] = []
         self._free = 0.0  # when the link has carried all so far
 
@@ -124,93 +149,167 @@ class Recorder:
     def end_step(self) -> None:
         """The spans are read after it."""
 
-    def begin_sum(self, whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> TimedSum:
+    def _send(self, work: Any, given_bytes: int, messages: int) -> TimedMessage:
+        seconds = messages * self._case.latency + given_bytes * self._share / self._case.rate
+        self._free = max(self._free, time.monotonic()) + seconds
+        return TimedMessage(work, self._free)
+
+    def begin_sum(self, whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> TimedMessage:
         work = self._begin_sum(whole, pieces, rank, group)
-        sent_bytes = whole.numel() * whole.element_size() * (self._ranks - 1) / self._ranks
-        self._free = max(self._free, time.monotonic()) + self._case.latency + sent_bytes / self._case.rate
-        self.sums.append(TimedSum(work, self._free))
+        self.sums.append(self._send(work, whole.numel() * whole.element_size(), 1))
         return self.sums[-1]
 
+    def begin_gather(self, shares: Shares, group: Any) -> TimedMessage:
+        """With the exchange before it, which a GPU does not wait for either."""
+        given_elements = len(shares.whole) + (0 if shares.given is None else len(shares.piece))
+        work, given_bytes = self._begin_gather(shares, group), given_elements * shares.whole.element_size()
+        self.gathers.append(self._send(work, given_bytes, 1 if shares.given is None else 2))
+        return self.gathers[-1]
+
+    def find_first(self, name: str) -> float:
+        """When the step entered an activity first."""
+        return next(when for entered_name, when in self.entered if entered_name == name)
+
     def list_spans(self) -> list[Span]:
-        """The last backward pass, the wait after it, and the sums."""
-        reduce_time = next(when for name, when in self.entered if name == activity.REDUCE)
+        """The last backward pass, the wait after it, and the sums; by time.monotonic()."""
+        reduce_time = self.find_first(activity.REDUCE)
         backward_time = [w for name, w in self.entered if name == activity.BACKWARD and w < reduce_time][-1]
         arrived_time = max(one_sum.end for one_sum in self.sums)
         spans = [
-            Span("backward", 0.0, reduce_time - backward_time),
-            Span("wait", reduce_time - backward_time, max(reduce_time, arrived_time) - backward_time),
+            Span("backward", backward_time, reduce_time),
+            Span("wait", reduce_time, max(reduce_time, arrived_time)),
         ]
-        return spans + [Span("sum", s.begin - backward_time, s.end - backward_time) for s in self.sums]
+        return spans + [Span("sum", one_sum.begin, one_sum.end) for one_sum in self.sums]
+
+    def list_next_spans(self, gathers: Sequence[TimedMessage]) -> list[Span]:
+        """The first forward pass, the waits in it, and the gathers that the step before has begun."""
+        forward = Span("forward", self.find_first(activity.FORWARD), self.find_first(activity.BACKWARD))
+        waits = [Span("wait", *wait) for one_gather in gathers for wait in one_gather.waits]
+        return [
+            forward,
+            *waits,
+            *(Span("gather", one_gather.begin, one_gather.end) for one_gather in gathers),
+        ]
 
 
-def measure_overlap(case: OverlapCase) -> OverlapFound[OverlapCase]:
+def measure_overlap(case: OverlapCase) -> DataOverlap:
     """Train on every rank, in processes of their own. MegastableError if a rank fails."""
-    rank_steps = launch_ranks(case.ranks, record_steps, case)
-    return OverlapFound(case, rank_steps, describe_machine(torch.device("cpu")))
+    return join_ranks(case, launch_ranks(case.ranks, record_steps, case))
 
 
-def record_steps(case: OverlapCase) -> RankSteps:
-    """Train steps with sums during the backward pass and after it, in turns. On a rank of a process group."""
-    from megastable.engine import gradient_sums
+def join_ranks(case: OverlapCase, ranks: Sequence[tuple[RankSteps, RankSteps]]) -> DataOverlap:
+    """ranks: of `record_steps`."""
+    machine = describe_machine(torch.device("cpu"))
+    sums, gathers = (OverlapFound(case, [rank[kind] for rank in ranks], machine) for kind in (0, 1))
+    return DataOverlap(sums, gathers)
+
+
+def record_steps(case: OverlapCase) -> tuple[RankSteps, RankSteps]:
+    """Train steps with overlap and without, in turns: the sums, and the gathers. On a rank of a process group."""
+    from megastable.engine import gradient_sums, weight_gathers
     from megastable.engine.engine import Engine
 
-    sums_module: Any = gradient_sums
+    sums_module, gathers_module = cast(Any, gradient_sums), cast(Any, weight_gathers)
     layout_case = case.layout_case
     topology = layout_case.join_group()
     engine = Engine(layout_case.config, layout_case.deepspeed, topology)
-    recorder = Recorder(case, topology.layout.data, sums_module.begin_sum)
-    sums_module.begin_sum, activity.listener = recorder.begin_sum, recorder
+    begins = sums_module.begin_sum, gathers_module.begin_gather_shares
+    recorder = Recorder(case, topology.layout.data, *begins)
+    sums_module.begin_sum, gathers_module.begin_gather_shares = recorder.begin_sum, recorder.begin_gather
+    activity.listener = recorder
     drawn_batches = layout_case.draw_batches(topology.sample_rank)
-    wait_seconds: dict[bool, list[float]] = {True: [], False: []}
-    best_spans: list[Span] = []
-    for step in range(2 * (WARM + case.rounds)):
+    wait_seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    best_steps: list[list[Span]] = [[], []]
+    step_spans, gathers = list[Span](), list[TimedMessage]()
+    dist.barrier()
+    # The gate's sum aligns the ranks in every step: a barrier would let the gathers arrive before the next one.
+    for step in range(2 * (WARM + case.rounds) + 1):
         overlap = bool(step % 2)
         engine.zero.sums.overlap = overlap  # type: ignore[attr-defined]
-        dist.barrier()
         activity.begin_step(step)
         engine.train_step(drawn_batches, 1e-4, is_finite)
         activity.end_step(0.0)
-        step_spans = recorder.list_spans()
-        if step >= 2 * WARM:
-            wait_seconds[overlap].append(step_spans[1].end - step_spans[1].begin)
-            if overlap and wait_seconds[True][-1] == min(wait_seconds[True]):
-                best_spans = step_spans
-    return RankSteps(wait_seconds[True], wait_seconds[False], best_spans)
+        if step > 2 * WARM:  # it ends the step before
+            next_spans = recorder.list_next_spans(gathers)
+            seconds = [
+                sum(span.end - span.begin for span in spans if span.what == "wait")
+                for spans in (step_spans, next_spans)
+            ]
+            for kind, kind_seconds in zip(("sums", "gathers"), seconds, strict=True):
+                wait_seconds[kind, not overlap].append(kind_seconds)
+            exposed = list(
+                map(sum, zip(wait_seconds["sums", True], wait_seconds["gathers", True], strict=True))
+            )
+            if not overlap and exposed[-1] == min(exposed):
+                best_steps = [step_spans, next_spans]
+        step_spans, gathers = recorder.list_spans(), recorder.gathers
+        if not overlap:
+            engine.zero.wait_for_weights()
+    origin = best_steps[0][0].begin
+    moved = [[Span(s.what, s.begin - origin, s.end - origin) for s in spans] for spans in best_steps]
+    sums, all_gathers = (
+        RankSteps(wait_seconds[kind, True], wait_seconds[kind, False], spans)
+        for kind, spans in zip(("sums", "gathers"), moved, strict=True)
+    )
+    return sums, all_gathers
 
 
-def overlap_table(found: OverlapFound[OverlapCase]) -> Table:
-    """One row for each rank: the backward pass, the sums, and what of them was waited for."""
-    link_text = f"{found.case.rate * 8e-9:.3g} Gbit/s, {found.case.latency * 1e3:g} ms"
-    made = Table("rank", title=f"Sums of gradients over {found.case.ranks} ranks, {link_text}: milliseconds")
-    for column_name in ("last backward pass", "sums", "begun in it", "waited for", "without overlap"):
+def overlap_table(found: DataOverlap) -> Table:
+    """One row for the sums and one for the gathers of each rank: the pass, the messages, and what was waited for."""
+    case = found.sums.case
+    link_text = f"{case.rate * 8e-9:.3g} Gbit/s, {case.latency * 1e3:g} ms"
+    made = Table(
+        "rank", "messages", title=f"Messages over {case.ranks} data ranks, {link_text}: milliseconds"
+    )
+    for column_name in ("pass beside", "messages", "begun before its end", "waited for", "without overlap"):
         made.add_column(column_name, justify="right")
-    for rank, steps in enumerate(found.ranks):
-        backward, _, *sums = steps.spans
-        early_count = sum(one_sum.begin < backward.end for one_sum in sums)
-        milliseconds = (backward.end, min(steps.exposed), min(steps.whole))
-        backward_text, exposed_text, whole_text = (f"{1e3 * seconds:.0f}" for seconds in milliseconds)
-        made.add_row(str(rank), backward_text, str(len(sums)), str(early_count), exposed_text, whole_text)
-    made.caption = f"hidden behind the backward pass: {found.hidden:.1%} of the time of the sums"
+    rows = [("sums", steps) for steps in found.sums.ranks] + [
+        ("gathers", steps) for steps in found.gathers.ranks
+    ]
+    for number, (what, steps) in enumerate(rows):
+        beside_pass = steps.spans[0]
+        messages = [span for span in steps.spans if span.what in ("sum", "gather")]
+        early_count = sum(message.begin < beside_pass.end for message in messages)
+        milliseconds = (beside_pass.end - beside_pass.begin, min(steps.exposed), min(steps.whole))
+        pass_text, exposed_text, whole_text = (f"{1e3 * seconds:.0f}" for seconds in milliseconds)
+        counts = str(len(messages)), str(early_count)
+        made.add_row(str(number % case.ranks), what, pass_text, *counts, exposed_text, whole_text)
+    made.caption = (
+        f"hidden: {found.sums.hidden:.1%} of the time of the sums, {found.gathers.hidden:.1%} of that of the gathers, "
+        f"{found.hidden:.1%} of both"
+    )
     return made
 
 
-def draw_overlap(found: OverlapFound[OverlapCase], path: Path) -> None:
-    """Draw the step of every rank that waited least: the backward pass, the wait after it, and each sum below."""
-    span_colours = {"backward": "tab:blue", "wait": "tab:red", "sum": "tab:olive"}
-    with draw_figure(path, 9, 1 + 0.9 * found.case.ranks) as figure:
-        _draw_spans(figure.subplots(), found, span_colours)
+COLOURS = {
+    "backward": "tab:blue", "forward": "tab:cyan", "wait": "tab:red", "sum": "tab:olive", "gather": "tab:green",
+}  # fmt: skip
 
 
-def _draw_spans(axes: Any, found: OverlapFound[OverlapCase], colours: dict[str, str]) -> None:
-    for rank, steps in enumerate(found.ranks):
-        for number, span in enumerate(steps.spans):
-            bar_height = rank if span.what != "sum" else rank + 0.3 + 0.22 * (number % 2)
+def draw_overlap(found: DataOverlap, path: Path) -> None:
+    """Draw the step of every rank that waited least: its passes and waits, and each message below."""
+    with draw_figure(path, 9, 1 + 0.9 * found.sums.case.ranks) as figure:
+        _draw_spans(figure.subplots(), found)
+
+
+def _draw_spans(axes: Any, found: DataOverlap) -> None:
+    for rank, both in enumerate(zip(found.sums.ranks, found.gathers.ranks, strict=True)):
+        free_time = 0.0  # when the link has carried the message before
+        for number, span in enumerate(span for steps in both for span in steps.spans):
+            is_message = span.what in ("sum", "gather")
+            begin_time = max(span.begin, free_time) if is_message else span.begin
+            free_time = span.end if is_message else free_time
             axes.barh(
-                bar_height, 1e3 * (span.end - span.begin), 0.3 if span.what != "sum" else 0.18, left=1e3 * span.begin,
-                color=colours[span.what], edgecolor="white", linewidth=0.5,
+                rank + (0.3 + 0.22 * (number % 2) if is_message else 0), 1e3 * (span.end - begin_time),
+                0.18 if is_message else 0.3, left=1e3 * begin_time, color=COLOURS[span.what], edgecolor="white",
+                linewidth=0.5,
             )  # fmt: skip
-    axes.set_yticks([rank + 0.2 for rank in range(found.case.ranks)])
-    axes.set_yticklabels([f"rank {rank}" for rank in range(found.case.ranks)])
+    axes.set_yticks([rank + 0.2 for rank in range(found.sums.case.ranks)])
+    axes.set_yticklabels([f"rank {rank}" for rank in range(found.sums.case.ranks)])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the last backward pass began")
-    axes.set_title(f"blue: backward pass; olive: sums of gradients; red: wait ({found.hidden:.0%} hidden)")
+    shares = f"{found.sums.hidden:.0%} of sums and {found.gathers.hidden:.0%} of gathers hidden"
+    axes.set_title(
+        "dark blue: backward pass, olive: sums of gradients; light blue: next forward pass, green: gathers of weights;\n"
+        f"red: waits ({shares})", fontsize="medium",
+    )  # fmt: skip

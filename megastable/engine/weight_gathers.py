@@ -1,10 +1,10 @@
 """Gathers updated weights from the ranks that share out the state, while the next forward pass begins.
 
 ZeRO 1 and 2 let a rank update a part of every flat buffer (arXiv:1910.02054 section 5.1); to compute, it needs all of
-it. DeepSpeed 0.19.8 gathers each buffer as a whole after the update, and waits for it. Here a buffer is cut into buckets
-of neighbours. All gathers begin after the update, in the order in which the forward pass reads the weights, and every
-layer waits for its own when it is called. One or a few ranks have updated a bucket: they give each rank an equal slice
-of it first, which is then gathered. The bytes of the weights are the same.
+it. DeepSpeed 0.19.8 gathers each buffer as a whole after the update, and waits for it. Here a buffer is cut into
+buckets of neighbours. All gathers begin after the update, in the order in which the forward pass reads the weights, and
+every layer waits for its own when it is called. One or a few ranks have updated a bucket: they give each rank an equal
+slice of it first, which is then gathered. The bytes of the weights are the same.
 
 Whoever reads weights in another place than a forward pass calls `wait_for_all` before. A GPU waits on its stream alone.
 """

@@ -231,9 +231,7 @@ class _Linked(Wrapper):
         self, groups: Sequence[Sequence[nn.Parameter]], buffers: Sequence[Tensor]
     ) -> WeightGathers:
         limit = limit_bucket(int(self.engine.zero_reduce_bucket_size()), self.topology.layout.data)
-        return WeightGathers(
-            self.engine.module, groups, buffers, self.o.real_dp_process_group, limit
-        )
+        return WeightGathers(self.engine.module, groups, buffers, self.o.real_dp_process_group, limit)
 
     def wait_for_weights(self) -> None:
         self.gathers.wait_for_all()

@@ -122,10 +122,12 @@ def share_out(buffer: Tensor, whole: range, owned: Sequence[range], rank: int) -
     """The shares of elements `whole` of a flat buffer. owned: those that each rank has."""
     size = len(whole) // len(owned)
     slices = [range(start, start + size) for start in range(whole.start, whole.stop, size)]
-    tensors = [buffer[part.start : part.stop] for part in (whole, owned[rank], slices[rank])]
+    parts = whole, owned[rank], slices[rank]
+    whole_view, own_piece, even_slice = (buffer[part.start : part.stop] for part in parts)
     if list(owned) == slices:
-        return Shares(*tensors, None, None)
-    return Shares(*tensors, count_overlaps(owned[rank], slices), count_overlaps(slices[rank], owned))
+        return Shares(whole_view, own_piece, even_slice, None, None)
+    given, taken = count_overlaps(owned[rank], slices), count_overlaps(slices[rank], owned)
+    return Shares(whole_view, own_piece, even_slice, given, taken)
 
 
 def begin_gather_shares(shares: Shares, group: Any) -> dist.Work:

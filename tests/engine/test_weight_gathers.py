@@ -1,4 +1,4 @@
-"""Weights gathered while the next forward pass begins: the same bytes as after the update, and nobody reads too early."""
+"""Weights gathered while the next forward pass begins: the same bytes as after the update; nobody reads too early."""
 
 from __future__ import annotations
 
@@ -84,10 +84,14 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
         readers |= {bucket.reader for bucket in engine.zero.gathers.buckets}
         if not is_ours:  # DeepSpeed's, of whole buffers, waited for
             o = engine.optimizer
-            flats = (o.bf16_groups_flat, o.bf16_partitioned_groups) if hasattr(o, "bf16_groups_flat") else None
+            flats = (
+                (o.bf16_groups_flat, o.bf16_partitioned_groups) if hasattr(o, "bf16_groups_flat") else None
+            )
             flats = flats or (o.bit16_groups_flat, o.parallel_partitioned_bit16_groups)
 
-            def gather_whole(*_: Any, flats: Any = flats, groups: Any = o.real_dp_process_group, **__: Any) -> None:
+            def gather_whole(
+                *_: Any, flats: Any = flats, groups: Any = o.real_dp_process_group, **__: Any
+            ) -> None:
                 for flat, pieces, group in zip(*flats, groups, strict=True):
                     own_rank = torch.distributed.get_rank(group)
                     torch.distributed.all_gather_into_tensor(flat, pieces[own_rank], group)
@@ -124,7 +128,9 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
 def test_late_weights_give_the_same_bytes_as_gathers_that_are_waited_for(name: str) -> None:
     for rank in run_ranks(CASES[name][0], train_twice, name):
         # Some are there before the first layer, the others when their layers are called.
-        assert rank["waited"] == rank["readers"] >= {BEFORE_ALL, 0} and len(rank["readers"]) > 2 - ("pp2" in name)
+        assert rank["waited"] == rank["readers"] >= {BEFORE_ALL, 0} and len(rank["readers"]) > 2 - (
+            "pp2" in name
+        )
 
 
 def test_gathers_that_go_on_beside_the_forward_pass_give_the_same_bytes() -> None:

@@ -325,8 +325,8 @@ def bench_overlap(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Measure how much of the messages is hidden over a slowed link: of the sums of gradients behind the backward pass,
-    or of those of tensor parallelism behind products."""
+    """Measure how much of the messages is hidden over a slowed link: of sums of gradients behind the backward pass, and
+    gathers of weights behind the next forward pass; or of those of tensor parallelism behind products."""
     import_from_checkout("benchmarks")
     from benchmarks import overlap, overlap_tensor
 

@@ -9,8 +9,9 @@ stage, and one of every other stage while the pipe fills and drains (Narayanan e
 ZB-H1: while it does, weight gradients are computed twice (Qi et al., arXiv:2401.10241, section 2.3).
 Overlap: under ZeRO 1 in bf16 gradients are summed behind the backward pass of the last micro-batch, but for the last
 buckets (engine/gradient_sums.py), in other precisions after it; ZeRO 2 and 3 communicate during computing. ZeRO 1 and 2
-gather weights behind the forward pass of the first micro-batch, but for the first buckets (engine/weight_gathers.py). Messages of tensor parallelism are hidden by the product that each goes beside, and by no
-more than it takes (parallel/overlapped.py).
+gather weights behind the forward pass of the first micro-batch, but for the first buckets (engine/weight_gathers.py).
+Messages of tensor parallelism are hidden by the product that each goes beside, and by no more than it takes
+(parallel/overlapped.py).
 
 Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
 """

@@ -200,8 +200,8 @@ def list_step_terms(
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `stage_bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
     zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding and of
-    weights depends on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
-    mean.
+    weights depends on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's
+    matrices; None: its mean.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
     bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
@@ -495,7 +495,7 @@ def _order_sizes(config: RunConfig, held: Stage) -> list[list[int]]:
 def _shared(
     config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any], data_rank: int
 ) -> list[Term]:  # fmt: skip
-    """Updated weights: even slices of every bucket are gathered. They come from the ranks that have updated them, unless
+    """Updated weights: even slices of every bucket are gathered. Each comes from the ranks that have updated it, unless
     these have updated equal parts."""
     e, sliced, given = count_element_bytes(config), Counter[int](), Counter[int]()
     for group_buckets in cut_weights(config, data, held, settings):
