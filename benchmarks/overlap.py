@@ -10,7 +10,6 @@ message has arrived when its bytes would have been sent, one message after the o
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,15 +180,15 @@ class Recorder:
         ]
         return spans + [Span("sum", one_sum.begin, one_sum.end) for one_sum in self.sums]
 
-    def list_next_spans(self, gathers: Sequence[TimedMessage]) -> list[Span]:
-        """The first forward pass, the waits in it, and the gathers that the step before has begun."""
+    def list_next_spans(self, gathers: Sequence[TimedMessage], overlap: bool) -> list[Span]:
+        """The first forward pass, the waits in it, and the gathers that the step before has begun. Without overlap
+        nothing else is done until the last has arrived."""
         forward = Span("forward", self.find_first(activity.FORWARD), self.find_first(activity.BACKWARD))
+        gather_spans = [Span("gather", one_gather.begin, one_gather.end) for one_gather in gathers]
         waits = [Span("wait", *wait) for one_gather in gathers for wait in one_gather.waits]
-        return [
-            forward,
-            *waits,
-            *(Span("gather", one_gather.begin, one_gather.end) for one_gather in gathers),
-        ]
+        if not overlap:
+            waits = [Span("wait", gather_spans[0].begin, max(span.end for span in gather_spans))]
+        return [forward, *waits, *gather_spans]
 
 
 def measure_overlap(case: OverlapCase) -> DataOverlap:
@@ -218,40 +217,34 @@ def record_steps(case: OverlapCase) -> tuple[RankSteps, RankSteps]:
     sums_module.begin_sum, gathers_module.begin_gather_shares = recorder.begin_sum, recorder.begin_gather
     activity.listener = recorder
     drawn_batches = layout_case.draw_batches(topology.sample_rank)
-    wait_seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    best_steps: list[list[Span]] = [[], []]
-    step_spans, gathers = list[Span](), list[TimedMessage]()
+    # Seconds of sums and of gathers in every step, without overlap and with it.
+    waited: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    best_spans = step_spans = list[list[Span]]()
     dist.barrier()
     # The gate's sum aligns the ranks in every step: a barrier would let the gathers arrive before the next one.
     for step in range(2 * (WARM + case.rounds) + 1):
-        overlap = bool(step % 2)
+        overlap, before_gathers = bool(step % 2), recorder.gathers
         engine.zero.sums.overlap = overlap  # type: ignore[attr-defined]
         activity.begin_step(step)
         engine.train_step(drawn_batches, 1e-4, is_finite)
         activity.end_step(0.0)
         if step > 2 * WARM:  # it ends the step before
-            next_spans = recorder.list_next_spans(gathers)
-            seconds = [
-                sum(span.end - span.begin for span in spans if span.what == "wait")
-                for spans in (step_spans, next_spans)
-            ]
-            for kind, kind_seconds in zip(("sums", "gathers"), seconds, strict=True):
-                wait_seconds[kind, not overlap].append(kind_seconds)
-            exposed = list(
-                map(sum, zip(wait_seconds["sums", True], wait_seconds["gathers", True], strict=True))
+            step_spans.append(recorder.list_next_spans(before_gathers, not overlap))
+            sum_seconds, gather_seconds = (
+                sum(span.end - span.begin for span in spans if span.what == "wait") for spans in step_spans
             )
-            if not overlap and exposed[-1] == min(exposed):
-                best_steps = [step_spans, next_spans]
-        step_spans, gathers = recorder.list_spans(), recorder.gathers
+            waited[not overlap].append((sum_seconds, gather_seconds))
+            if not overlap and waited[True][-1] == min(waited[True], key=sum):
+                best_spans = step_spans
+        step_spans = [recorder.list_spans()]
         if not overlap:
             engine.zero.wait_for_weights()
-    origin = best_steps[0][0].begin
-    moved = [[Span(s.what, s.begin - origin, s.end - origin) for s in spans] for spans in best_steps]
-    sums, all_gathers = (
-        RankSteps(wait_seconds[kind, True], wait_seconds[kind, False], spans)
-        for kind, spans in zip(("sums", "gathers"), moved, strict=True)
+    origin, (sums, gathers) = best_spans[0][0].begin, zip(*waited[True], strict=True)
+    moved = [[Span(s.what, s.begin - origin, s.end - origin) for s in spans] for spans in best_spans]
+    whole_sums, whole_gathers = zip(*waited[False], strict=True)
+    return RankSteps(list(sums), list(whole_sums), moved[0]), RankSteps(
+        list(gathers), list(whole_gathers), moved[1]
     )
-    return sums, all_gathers
 
 
 def overlap_table(found: DataOverlap) -> Table:
@@ -310,6 +303,6 @@ def _draw_spans(axes: Any, found: DataOverlap) -> None:
     axes.set_xlabel("milliseconds since the last backward pass began")
     shares = f"{found.sums.hidden:.0%} of sums and {found.gathers.hidden:.0%} of gathers hidden"
     axes.set_title(
-        "dark blue: backward pass, olive: sums of gradients; light blue: next forward pass, green: gathers of weights;\n"
+        "dark blue: backward pass, olive: sums of gradients; light blue: next forward pass, green: gathers;\n"
         f"red: waits ({shares})", fontsize="medium",
     )  # fmt: skip

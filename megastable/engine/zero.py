@@ -294,7 +294,6 @@ class Bf16(_Linked):
 
     @contextlib.contextmanager
     def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
-        self.wait_for_weights()  # the update writes some of them
         inner, begin_gathers = self.o.optimizer, self.gathers.begin_gathers
         replaced: list[tuple[Any, str, Any]] = [
             (bf16_optimizer, self.norm, lambda *_, **__: known),
@@ -367,7 +366,6 @@ class Zero12(_Linked):
 
     @contextlib.contextmanager
     def clipping_by(self, known: Any, followed: bool) -> Iterator[None]:
-        self.wait_for_weights()  # the update writes some of them
         scaled_norm = self.make_scalar(known).float() * self.o.loss_scale
         replaced = stage_1_and_2, "all_gather_dp_groups", self.gathers.begin_gathers
         with super().clipping_by(scaled_norm, followed), patches.replace_attribute(*replaced):

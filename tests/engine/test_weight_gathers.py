@@ -11,8 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base.fingerprint import fingerprint_tensors
 from megastable.config.tree import RunConfig
 from megastable.engine import weight_gathers
+from megastable.engine.locators import computing_copies
+from megastable.engine.rank_checks import Replicas
 from megastable.engine.weight_gathers import BEFORE_ALL, WeightGathers
 from megastable.parallel.layout import cut_evenly, cut_into_buckets, find_owned
 from megastable.parallel.mappings import Shares
@@ -45,14 +48,29 @@ class LateWork:
 
     def __init__(self, shares: Shares, group: Any) -> None:
         self._given, self._begin = (shares, group), weight_gathers.begin_gather_shares.real
-        kept = shares.piece.clone()
+        self._sent = shares.piece.clone()
         shares.whole.fill_(torch.nan)
-        shares.piece.copy_(kept)
+        shares.piece.copy_(self._sent)
 
     def wait(self) -> None:
         if self._given:
+            assert torch.equal(self._given[0].piece, self._sent), "written before it was sent"
             self._begin(*self._given).wait()
             self._given = ()
+
+
+def look_at_weights(engine: Any, step: int) -> Any:
+    """Right after some updates, outside of a forward pass: each step by another way."""
+    replicas = Replicas(engine)
+    match step:
+        case 0:
+            return [flat.double().sum().item() for flat in engine.zero.flat_weights]
+        case 1:
+            return [(name, fingerprint_tensors([copy]).item()) for name, copy, _ in computing_copies(engine)]
+        case 4 | 8 | 9:
+            kind = {4: "copies", 8: "replicas", 9: "tied"}[step]
+            return replicas.fingerprint_by_name(kind) if kind in replicas.kinds else None
+    return None
 
 
 def train_twice(name: str, late: bool = True) -> dict[str, Any]:
@@ -113,8 +131,7 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
             measured, applied = engine.train_step(batch, 1e-2, lambda m, step=step: step not in REFUSED)
             assert applied == (step not in REFUSED)
             told.append((measured.losses.tolist(), measured.grad_norm, engine.kept, measured.gradients))
-            if step in (0, 3, 9):
-                told.append([flat.double().sum().item() for flat in engine.zero.flat_weights])
+            told.append(look_at_weights(engine, step))
         seen.append(told)
         states.append(copy_state(engine))
     WeightGathers.begin_gathers, WeightGathers._wait_for_layer = begin_gathers, wait_for_layer  # type: ignore[method-assign]
