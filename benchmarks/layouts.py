@@ -48,7 +48,8 @@ class LayoutCase:
     def layout(self) -> Layout:
         parallel_section = self.parallel
         tensor, pipeline = parallel_section.get("tensor", 1), parallel_section.get("pipeline", 1)
-        return Layout(tensor, pipeline, self.world // (tensor * pipeline), parallel_section.get("context", 1))
+        data, context = self.world // (tensor * pipeline), parallel_section.get("context", 1)
+        return Layout(tensor, pipeline, data, context, parallel_section.get("replicas", 1))
 
     @property
     def config(self) -> RunConfig:

@@ -67,7 +67,7 @@ def resolve_config(
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
         )
     notes, config_tree = [], config.model_dump()
-    for axis, alone in {"tensor": 1, "sequence": False, "pipeline": 1, "context": 1}.items():
+    for axis, alone in {"tensor": 1, "sequence": False, "pipeline": 1, "context": 1, "replicas": 1}.items():
         if (wanted := config_tree["parallel"][axis]) != alone:
             config_tree["parallel"][axis] = alone
             notes.append(

@@ -104,7 +104,7 @@ def write_run(
     """
     refuse_existing(out)
     p = run.parallel
-    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context)
+    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context, p.replicas)
     saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
     state = state.model_copy(
         update={"layout": saved, "adam_step": state.adam_step if optimizer is not None else 0.0}

@@ -185,9 +185,10 @@ def load_shared(engine: Any, held: HeldFiles, state: RunState) -> None:
 
     run_on_all(check)
     topology, flat = engine.topology, engine.flat_state()
-    # In the layout that wrote it a rank needs its own part, and of replicas what the first rank of its tensor group
-    # holds. Descriptions of all parts would be as many as there are ranks, on every rank.
-    group = topology.tensor_group
+    # In the layout that wrote it a rank needs its own part, and of what is held alike what the first rank of its tensor
+    # group has written, or another replica. Descriptions of all parts would be as many as there are ranks, on every
+    # rank.
+    group = topology.copies_group
     parts, entries = held.describe_parts(group)
     # In another layout a part's description and its tensors may be of two ranks, of which one is not in the group.
     known_parts = {name: part for name, part in parts.items() if name.replace(*SUFFIXES) in entries}

@@ -56,6 +56,7 @@ class LayoutState(BaseModel):
     pipeline: int
     data: int
     context: int = 1  # number of data-parallel ranks that share their samples
+    replicas: int = 1  # groups of data-parallel ranks, over each of which ZeRO shares out the state
     zero: int
     precision: str
 
@@ -66,7 +67,8 @@ class LayoutState(BaseModel):
     def __str__(self) -> str:
         context_text = f" (context {self.context})" if self.context > 1 else ""
         axes_text = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}{context_text}"
-        return f"{axes_text}, ZeRO {self.zero}, {self.precision}"
+        replica_text = f" in {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{axes_text}, ZeRO {self.zero}{replica_text}, {self.precision}"
 
 
 class RunState(BaseModel):

@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
-    parser.add_argument("--world", type=int, help="number of ranks (default: one data-parallel replica)")
+    parser.add_argument("--world", type=int, help="number of ranks (default: the fewest that it can be laid out on)")
     parser.add_argument(
         "--no-data", action="store_true", help="do not open the corpora, which lie on another host"
     )
@@ -207,10 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         recipe_config = load_recipe(args.recipe, args.overrides)
-        replica = (
-            recipe_config.parallel.tensor * recipe_config.parallel.pipeline * recipe_config.parallel.context
-        )
-        world = replica if args.world is None else args.world
+        world = recipe_config.parallel.least_ranks if args.world is None else args.world
         ds = deepspeed_json.build_deepspeed_json(recipe_config, world)
         epochs, odd = ("", []) if args.no_data else _check_corpora(recipe_config)
         warnings = [*recipe_config.supervise.exposed, *lint_recipe(recipe_config), *odd]

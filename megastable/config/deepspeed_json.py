@@ -95,11 +95,12 @@ def size_of_data_parallel(config: RunConfig, world: int) -> int:
     p = config.parallel
     model_ranks = p.tensor * p.pipeline
     context_text = f" x parallel.context={p.context}" if p.context > 1 else ""
-    if world < 1 or world % (model_ranks * p.context):
+    replicas_text = f" with parallel.replicas={p.replicas}" if p.replicas > 1 else ""
+    if world < 1 or world % p.least_ranks:
         raise ConfigError(
             f"{count_noun(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "
-            f"parallel.pipeline={p.pipeline}{context_text}: the number of ranks must be a multiple of "
-            f"{model_ranks * p.context}"
+            f"parallel.pipeline={p.pipeline}{context_text}{replicas_text}: the number of ranks must be a multiple of "
+            f"{p.least_ranks}"
         )
     data_ranks = world // model_ranks
     t, sample_groups = config.train, data_ranks // p.context

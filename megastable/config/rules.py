@@ -82,6 +82,8 @@ def find_impossible(
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
+    if p.replicas > 1:
+        yield from _impossible_replicas(p, precision.kind, o)
     if p.schedule == "zero_bubble" and p.pipeline == 1:
         yield (
             "parallel.schedule=zero_bubble orders the passes of several stages: set parallel.pipeline above 1, or use "
@@ -113,6 +115,20 @@ def find_impossible(
         yield (
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
+        )
+
+
+def _impossible_replicas(p: ParallelConfig, precision: str, o: OptimizerConfig) -> Iterator[str]:
+    if (p.zero, precision) != (1, "bf16"):
+        yield (
+            f"parallel.replicas={p.replicas} with parallel.zero={p.zero} and precision.kind={precision}: only ZeRO 1 in "
+            "bf16 has sums that are made in two steps; use parallel.zero=1 and precision.kind=bf16, or "
+            "parallel.replicas=1"
+        )
+    if o.name == "muon":
+        yield (
+            f"parallel.replicas={p.replicas} with optimizer.name=muon: it shares matrices out over all data ranks "
+            "as if each held another part of them; use another optimizer, or parallel.replicas=1"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -105,7 +106,8 @@ class ParallelConfig(Section):
 
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
-    is at most `model.layers`, and above 1 needs `zero` = 1; `sequence` needs `tensor` above 1, which divides
+    is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1 needs
+    bf16, `zero` = 1 and an optimizer other than muon; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
     of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1.
     """
@@ -131,6 +133,10 @@ class ParallelConfig(Section):
     one is computed (docs/scaling.md#overlap-of-tensor-parallelism); layers in FP8 send the whole. [chunks]"""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without it: 1 costs nothing on one rank."""
+    replicas: PositiveInt = 1
+    """Groups of neighbouring data-parallel ranks, such as a host, in each of which ZeRO shares out the whole state
+    (hybrid sharding, arXiv:2304.11277, section 3.2.2): weights are gathered inside a group only, and gradients summed
+    inside first (docs/scaling.md#replicas). [groups]"""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
@@ -143,6 +149,11 @@ class ParallelConfig(Section):
     def is_ring(self) -> bool:
         """Whether keys and values go round the ranks that share a sample."""
         return self.context > 1 and self.context_by == "ring"
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks that it can be laid out on; all numbers of ranks are multiples of it."""
+        return self.tensor * self.pipeline * lcm(self.context, self.replicas)
 
     @property
     def gathers_again(self) -> bool:

@@ -56,12 +56,12 @@ class FlatState:
         masters: list[Tensor],
         optimizer: torch.optim.Optimizer,
         fragments: list[Fragment],
-        data_group: Any,
+        shard_group: Any,
         settings: Sequence[dict[str, Any]],
     ) -> None:
         """settings: the optimizer's settings of every buffer: "lr", "betas", "eps", "weight_decay"."""
         self.masters, self.optimizer, self.fragments = masters, optimizer, fragments
-        self.data_group, self.settings = data_group, settings
+        self.shard_group, self.settings = shard_group, settings
 
     @property
     def moments(self) -> torch.dtype:
@@ -184,18 +184,18 @@ class FlatState:
     def gather_shards(self, kind: str) -> dict[str, Tensor]:
         """This tensor rank's and stage's parameters by name, whole over data parallelism, fp32 on the CPU.
 
-        Collective over the data group, which sums the pieces.
+        Collective over the data ranks of a replica, which sum the pieces.
         """
         shard_by_name: dict[str, Tensor] = {}
         own_names = sorted({(f.name, f.shape) for f in self.fragments})
-        names_by_rank = gather_objects(own_names, self.data_group)
+        names_by_rank = gather_objects(own_names, self.shard_group)
         for name, parameter_shape in sorted(set(chain.from_iterable(names_by_rank))):
             flat_shard = torch.zeros(parameter_shape, device=self.masters[0].device).flatten()
             for fragment in self.fragments:
                 piece = self.view_piece(fragment, kind) if fragment.name == name else None
                 if piece is not None:
                     flat_shard[fragment.start : fragment.start + fragment.numel] = piece
-            dist.all_reduce(flat_shard, group=self.data_group)
+            dist.all_reduce(flat_shard, group=self.shard_group)
             shard_by_name[name] = flat_shard.view(parameter_shape).cpu()
         return shard_by_name
 

@@ -7,7 +7,9 @@ and always in the same order, which ranks of a group must agree on: the messages
 same whether they begin early or not.
 
 Every element goes to the rank that updates it (ZeRO 1, arXiv:1910.02054 section 5.1); the flat buffers are cut into
-these parts, so the pieces of a bucket differ in size, and most are empty.
+these parts, so the pieces of a bucket differ in size, and most are empty. With replicas (FSDP's hybrid sharding,
+arXiv:2304.11277 section 3.2.2) a bucket is summed inside each of them first, and then each rank's piece of it over the
+ranks that hold the same shard, while the next bucket is summed inside.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.distributed import Work
@@ -30,8 +34,9 @@ from megastable.parallel.topology import Topology
 
 
 class Bucket(NamedTuple):
-    """Gradients of neighbouring parameters of a group on this rank. whole: fp32 [n]. pieces: of it, by the data rank
-    that updates them. numbers: of the parameters. fragments: of this rank's piece, by their places in its part."""
+    """Gradients of neighbouring parameters of a group on this rank. whole: fp32 [n]. pieces: of it, by the rank of a
+    replica that updates them. numbers: of the parameters. fragments: of this rank's piece, by their places in its part.
+    """
 
     whole: Tensor
     pieces: list[Tensor]
@@ -56,7 +61,11 @@ class GradientSums:
         self.own = MicroBatchSums(o, engine.gradient_accumulation_steps, fragments, topology.layout.data)
         self._places = [(f.group, f.offset) for f in fragments]
         self._engine, self._watching = engine, watching
-        self._group, self._rank = topology.data_group, topology.data_rank
+        self._group, self._rank, self._shards = topology.shard_group, topology.shard_rank, topology.layout.shards
+        self._replicas = topology.replica_group
+        is_cuda = o.fp32_groups_gradient_flat_partition[0].is_cuda
+        # On which a GPU waits for the first sum of a bucket before the second, and not where it computes.
+        self._between = torch.cuda.Stream() if is_cuda and self._replicas is not None else None
         self._parts, self._ranks = o.fp32_groups_gradient_flat_partition, topology.layout.data
         self.buckets = self._make_buckets(o) if self._ranks > 1 else []
         self._bucket_of = {(b.group, n): number for number, b in enumerate(self.buckets) for n in b.numbers}
@@ -78,7 +87,7 @@ class GradientSums:
                 )
                 owner_cuts = [
                     min(max(rank * part_size, bucket_start), bucket_end) - bucket_start
-                    for rank in range(1, self._ranks)
+                    for rank in range(1, self._shards)
                 ]
                 bucket_buffer = whole_buffer[bucket_start:bucket_end]
                 owner_pieces = list(bucket_buffer.tensor_split(owner_cuts))
@@ -96,6 +105,7 @@ class GradientSums:
         micro_batches = self._engine.gradient_accumulation_steps()
         self._missing = [len(bucket.numbers) * micro_batches for bucket in self.buckets]
         self._works: list[Work] = []
+        self._replica_works: list[Work | None] = []  # the second sums; None: this shard has nothing of the bucket
 
     def add_gradient(self, parameter: nn.Parameter, group: int, number: int, **_: Any) -> None:
         """A gradient of a micro-batch is there, of parameter `number` of `group`. In place of DeepSpeed's
@@ -105,6 +115,7 @@ class GradientSums:
         self.own.add_gradient(parameter, group, number)
         if self.buckets:
             self._note_gradient(group, number)
+            self._sum_replicas()
 
     def _note_gradient(self, group: int, number: int) -> None:
         bucket_number = self._bucket_of[group, number]
@@ -125,21 +136,40 @@ class GradientSums:
                 if piece.numel():
                     gradient_watch.measure_bucket_before_sum(piece, receiver)
         self._works.append(begin_sum(next_bucket.whole, next_bucket.pieces, self._rank, self._group))
+        self._sum_replicas()
+
+    def _sum_replicas(self, wait: bool = False) -> None:
+        """Begin the second sums of the buckets whose first is over, in their order. A GPU is told to wait for it
+        elsewhere, at once, so that its ranks send in the same order. wait: for first sums that are not over, too."""
+        while self._replicas is not None and len(self._replica_works) < len(self._works):
+            number = len(self._replica_works)
+            first_work, own_piece = self._works[number], self.buckets[number].pieces[self._rank]
+            if not wait and self._between is None and not first_work.is_completed():
+                return
+            with torch.cuda.stream(self._between):
+                first_work.wait()
+                second_work = None
+                if own_piece.numel():
+                    second_work = dist.all_reduce(own_piece, group=self._replicas, async_op=True)
+            self._replica_works.append(second_work)
 
     def finish_sums(self, *_: Any, **__: Any) -> None:
         """Begin the sums that are left, wait for all, and divide them by the ranks. In place of DeepSpeed's
-        `buffered_allreduce_fallback`. Collective over the data group."""
+        `buffered_allreduce_fallback`. Collective over the data group, with replicas over its parts."""
         activity.enter_activity(activity.REDUCE)  # until the gate, which is next
         if not self.buckets:
             self.own.fill_all()
         while len(self._works) < len(self.buckets):
             self._begin_next()
+        self._sum_replicas(wait=True)
         gradient_watch = self._watching()
-        for begun_bucket, begun_work in zip(self.buckets, self._works, strict=True):
-            begun_work.wait()
+        last_works = self._works if self._replicas is None else self._replica_works
+        for begun_bucket, begun_work in zip(self.buckets, last_works, strict=True):
+            if begun_work is not None:
+                begun_work.wait()
             own_piece = begun_bucket.pieces[self._rank]
             if gradient_watch is not None and own_piece.numel():
                 gradient_watch.measure_after_sum([own_piece])
             # Also while later sums are under way.
             self.own.average_piece(own_piece, begun_bucket.fragments)
-        self._works = []
+        self._works, self._replica_works = [], []

@@ -81,6 +81,7 @@ class LocalGradients:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         layout = topology.layout
         self._ranks, self._rank = layout.data, topology.data_rank
+        self._shards, self._shard_rank = layout.shards, topology.shard_rank
         # Ranks of other layers have signs of their own, as their errors are summed.
         self._random = torch.Generator().manual_seed(topology.stage * layout.tensor + topology.tensor_rank)
         self._signs = (torch.randint(0, 2, (ROW,), generator=self._random) * 2.0 - 1.0).to(device)
@@ -107,13 +108,13 @@ class LocalGradients:
         self._own = [sample_blocks(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
     def measure_bucket_before_sum(self, gradient: Tensor, receiver: int | None) -> None:
-        """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
+        """gradient: flat, fp32, about to be summed; this rank of every replica receives the sum, None: all do."""
         own_check, own_square = self._measured(gradient)
-        self._receivers = self._ranks if receiver is None else 1
-        receiving_slices = slice(None) if receiver is None else slice(receiver, receiver + 1)
+        self._receivers = self._ranks if receiver is None else self._ranks // self._shards
+        receiving_slices = slice(None) if receiver is None else slice(receiver, None, self._shards)
         self.digest[:, receiving_slices] += torch.stack((own_check, own_square))[:, None]
         self._size.add_(own_square)
-        if receiver in (None, self._rank):  # other sums may begin before this one is over
+        if receiver in (None, self._shard_rank):  # other sums may begin before this one is over
             self._own.append(sample_blocks(gradient).clone())
 
     def measure_after_sum(self, parts: Sequence[Tensor]) -> None:

@@ -155,6 +155,19 @@ def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tens
     p2p.send, p2p.recv = shown_send, shown_receive
 
 
+@contextlib.contextmanager
+def share_among(group: Any) -> Iterator[None]:
+    """Inside, BF16_Optimizer shares the state out over `group` instead of all data ranks. Its replicas (MiCS, hpZeRO)
+    are for ZeRO 3 alone. Needless when ZeRO 1 has them."""
+    initialise = BF16_Optimizer.__init__
+
+    def initialise_in_group(o: BF16_Optimizer, *given: Any, **named: Any) -> None:
+        initialise(o, *given, **named | {"dp_process_group": group})
+
+    with replace_attribute(BF16_Optimizer, "__init__", initialise_in_group):
+        yield
+
+
 def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums) -> None:
     """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1), while they are computed.
 

@@ -198,18 +198,20 @@ class Wrapper(ABC):
             placement = placement_of(parameter)
             group, offset, start, numel = self.place_parameter(parameter) or (0, 0, 0, 0)
             if numel > 0:
+                # Equal shards take turns: each parameter's piece counts, and is written, in one replica.
+                is_ours = len(fragments) % self.topology.layout.replicas == self.topology.replica
                 fragments.append(
                     Fragment(
                         name=placement.name, dim=placement.dim, sections=placement.sections,
                         shape=shape_of(parameter), group=group, offset=offset, start=start, numel=numel,
-                        counted=counted_once(parameter, self.topology),
+                        counted=is_ours and counted_once(parameter, self.topology),
                     )
                 )  # fmt: skip
         masters, groups = self.masters, self.o.optimizer.param_groups
         # ZeRO 3 splits the optimizer's groups into buffers of at most `sub_group_size` elements.
         owner = getattr(self.o, "sub_group_to_group_id", range(len(groups)))
         settings = [groups[owner[i]] for i in range(len(masters))]
-        return FlatState(masters, self.o.optimizer, fragments, self.topology.data_group, settings)
+        return FlatState(masters, self.o.optimizer, fragments, self.topology.shard_group, settings)
 
     def make_scalar(self, value: Any) -> Tensor:
         """A number of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""

@@ -12,12 +12,19 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the three axes; `world` ranks in all. context: number of data ranks that share their samples."""
+    """Sizes of the three axes; `world` ranks in all. context: number of data ranks that share their samples. replicas:
+    number of groups of neighbouring data ranks, over each of which ZeRO shares out the whole state."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Number of data ranks over which ZeRO shares out the state."""
+        return self.data // self.replicas
 
     @property
     def world(self) -> int:
@@ -43,9 +50,12 @@ class Layout:
         return tuple(rank for rank, group in enumerate(group_of) if group in sample_groups)
 
     def list_groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "pipeline", or
-        "tied" (the data ranks of the first and the last stage)."""
+        """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "shard" (the
+        data ranks of a replica), "replica" (the data ranks with the same shard), "copies" (these and their tensor
+        groups), "pipeline", or "tied" (the data ranks of a replica on the first and the last stage)."""
         s, d, t = range(self.pipeline), range(self.data), range(self.tensor)
+        of_shard = [range(first, first + self.shards) for first in d[:: self.shards]]
+        of_replica = [d[place :: self.shards] for place in range(self.shards)]
         match axis:
             case "tensor":
                 return [[self.rank_at(i, j, k) for k in t] for i in s for j in d]
@@ -59,8 +69,14 @@ class Layout:
                     [self.rank_at(i, g * self.context + j, k) for j in c]
                     for i in s for g in range(self.samples) for k in t
                 ]  # fmt: skip
+            case "shard" | "replica":
+                data_groups = of_shard if axis == "shard" else of_replica
+                return [[self.rank_at(i, j, k) for j in members] for i in s for members in data_groups for k in t]
+            case "copies":
+                return [[self.rank_at(i, j, k) for j in members for k in t] for i in s for members in of_replica]
             case "tied":
-                return [[self.rank_at(i, j, k) for i in (0, self.pipeline - 1) for j in d] for k in t]
+                ends = (0, self.pipeline - 1)
+                return [[self.rank_at(i, j, k) for i in ends for j in members] for members in of_shard for k in t]
             case "pipeline":
                 return [[self.rank_at(i, j, k) for i in s] for j in d for k in t]
         raise ValueError(f"no axis {axis!r}")

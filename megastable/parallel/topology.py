@@ -4,7 +4,8 @@ Ranks are numbered as in DeepSpeed's `PipeModelDataParallelTopology`: pipeline o
 so that a tensor group sits on neighbouring GPUs of one host. Context parallelism is not an axis of its own: consecutive
 data-parallel ranks share their samples, each with a part of the tokens. The loss of a rank is the mean over its tokens,
 so averaging gradients over all data-parallel ranks averages over all tokens, and ZeRO, norms and checkpoints need no
-special case.
+special case. Nor are replicas an axis: those of neighbouring data-parallel ranks share out the state, and the ranks of
+every replica that hold the same shard sum their gradients.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class Topology:
         self.tensor_group = self._make_own_group("tensor")
         self.data_group = self._make_own_group("data")
         self.context_group = self._make_own_group("context") if layout.context > 1 else None
+        self.replica, self.shard_rank = divmod(self.data_rank, layout.shards)
+        self.shard_group, self.replica_group, self.copies_group = self.data_group, None, self.tensor_group
+        if layout.replicas > 1:
+            self.shard_group, self.replica_group, self.copies_group = map(
+                self._make_own_group, ("shard", "replica", "copies")
+            )
 
     def _make_own_group(self, axis: str) -> Any:
         """The new group along `axis` that this rank is in; None if it is in none. Collective.
@@ -58,8 +65,8 @@ class Topology:
         return self._make_own_group("stage")
 
     def tied_group(self) -> Any:
-        """A new group of the data ranks of the first and the last stage with this tensor rank; None on other stages.
-        Needs two stages. Collective."""
+        """A new group of the data ranks of this replica on the first and the last stage with this tensor rank; None on
+        other stages. Needs two stages. Collective."""
         return self._make_own_group("tied")
 
     @property

@@ -35,12 +35,14 @@ def introduce_run(config: RunConfig, engine: Engine, run: Path, peak: float, pea
     """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
+    replicas = f" in {layout.replicas} replicas" if layout.replicas > 1 else ""
     same_bits = "may differ in the last bits (run.deterministic=true: the same bits)"
     if is_exact(c.run.deterministic, engine.device):
         same_bits = "gives the same bits"
     return (
         f"{count_parameters(c.model) / 1e6:,.1f}M parameters, {count_noun(layout.world, 'rank')}: tensor "
-        f"{layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, "
+        f"{layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}"
+        f"{replicas}, "
         f"{c.precision.kind} on {engine.device.type}\n"
         f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
         f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})"
@@ -186,6 +188,7 @@ def summarise(
         "pipeline": layout.pipeline,
         "data": layout.data,
         "context": layout.context,
+        "replicas": layout.replicas,
         "zero_stage": layout.zero,
         "precision": layout.precision,
         "fp8": _fp8(config, state),

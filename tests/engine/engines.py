@@ -21,7 +21,8 @@ def build_engine(c: RunConfig, **zero: Any) -> Any:
     from tests.patience import PATIENCE
 
     world, p = dist.get_world_size(), c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
+    data = deepspeed_json.size_of_data_parallel(c, world)
+    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
     json = deepspeed_json.build_deepspeed_json(c, world)
     json["zero_optimization"] |= zero
     return Engine(c, json, Topology(layout, dist.get_rank(), timeout=PATIENCE))

@@ -113,7 +113,7 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     invalid one, naming every key in the way.
 
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
-    what data-parallel ranks and heads allow. A micro-batch must divide a rank's share of the global batch.
+    what data-parallel ranks and heads allow, replicas to what ranks and ZeRO do. A micro-batch must divide a rank's share of the global batch.
     """
     names = ("tensor", "pipeline", "zero", "data")
     given = {name: size for name in names if (size := getattr(sizes, name)) is not None}
@@ -121,8 +121,10 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     recipe_tree = run.model_dump(mode="json")
     sequence = run.parallel.sequence and tensor > 1
     context = gcd(run.parallel.context, data, run.model.heads // max(tensor, 1))
+    replicas = gcd(run.parallel.replicas, data) if zero == 1 else 1
     recipe_tree["parallel"] |= {
         "tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence, "context": context,
+        "replicas": replicas,
     }  # fmt: skip
     if sizes.micro_batch is not None:
         recipe_tree["train"]["micro_batch"] = sizes.micro_batch
@@ -439,7 +441,7 @@ def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunSt
     """The state of a run that has read no data yet; `given` sets further fields."""
     p = run.parallel
     start_layout = LayoutState(
-        tensor=p.tensor, pipeline=p.pipeline, context=p.context, zero=p.zero, precision=run.precision.kind,
-        data=deepspeed_json.size_of_data_parallel(run, p.tensor * p.pipeline * p.context),
+        tensor=p.tensor, pipeline=p.pipeline, context=p.context, replicas=p.replicas, zero=p.zero,
+        precision=run.precision.kind, data=deepspeed_json.size_of_data_parallel(run, p.least_ranks),
     )  # fmt: skip
     return RunState(order_fingerprint=order_fingerprint, layout=start_layout, **given)

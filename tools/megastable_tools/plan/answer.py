@@ -74,7 +74,7 @@ def answer_plan(
     if gpus is None:
         gpus = search.find_fewest_gpus(config, cluster)
         notes.append(
-            f"--gpus is not given: {gpus}, the fewest on which the recipe's layout fits, or else one replica of it"
+            f"--gpus is not given: {gpus}, the fewest on which the recipe's layout fits, or else is possible"
         )
     size_text = f"{in_short(count_parameters(config.model))} parameters"
     out.say_lines(

@@ -247,12 +247,12 @@ def _schedule_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tup
 
 def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
     """The least number of GPUs on which `config` fits unchanged, with data ranks that divide the batch; if there is
-    none, that of one replica."""
-    parallel_config, train_config = config.parallel, config.train
-    replica_gpus = parallel_config.tensor * parallel_config.pipeline * parallel_config.context
+    none, the least that its layout allows."""
+    p, train_config = config.parallel, config.train
     divisors = list_divisors(gcd(*config.batches.values) // train_config.micro_batch)
-    gpu_counts = (replica_gpus * divisor for divisor in divisors)
-    return next((n for n in gpu_counts if plan_layout(config, n, cluster).fits), replica_gpus)
+    all_counts = (p.tensor * p.pipeline * p.context * divisor for divisor in divisors)
+    gpu_counts = [n for n in all_counts if n % p.least_ranks == 0]
+    return next((n for n in gpu_counts if plan_layout(config, n, cluster).fits), p.least_ranks)
 
 
 def find_other_gpus(config: RunConfig, found: SearchResult, cluster: ClusterConfig) -> LayoutPlan | None:

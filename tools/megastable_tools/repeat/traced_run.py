@@ -354,7 +354,9 @@ def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None
     request = TraceRequest.load_request(folder)
     config, corpora = open_data(config)
     world, p = dist.get_world_size(), config.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(config, world), p.context)
+    layout = Layout(
+        p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(config, world), p.context, p.replicas
+    )
     topology = Topology(layout, dist.get_rank(), config.run.timeout)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.run.seed + topology.rank)  # as a run does

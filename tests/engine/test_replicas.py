@@ -1,0 +1,129 @@
+"""Replicas: the sums of a step in two steps give the bytes of a plain reference of the same order, and the state is
+shared out, compared, counted and kept as it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.engine.gradient_sums import GradientSums
+from megastable.engine.local_gradients import bound_rounding, read_columns
+from tests.distributed import run_ranks
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
+from tests.parallel.test_layouts import LENGTH, VOCABULARY, config
+
+STEPS, LIMIT = 10, 3000  # elements of a bucket: of the smallest model five
+REFUSED = (2, 5)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2-whole": (2, {"tied": True}),
+    "dp4": (4, {}),
+    "context2-dp4": (4, {"context": 2, "batch": 4}),
+    "tp2-dp4": (8, {"tensor": 2}),
+    "pp2-dp4": (8, {"pipeline": 2, "tied": True}),
+}
+
+
+def sum_plainly(self: GradientSums, *_: Any, **__: Any) -> None:
+    """In place of `finish_sums`: the sums of each replica's gradients, added up, of whole buffers."""
+    from megastable.base.collectives import gather_objects
+
+    engine = self.test_engine  # type: ignore[attr-defined]
+    topology = engine.topology
+    shards = topology.layout.shards
+    self.own.fill_all()
+    for whole, part in zip(
+        engine.zero.o.fp32_groups_gradients_flat, engine.zero.o.fp32_groups_gradient_flat_partition, strict=True
+    ):
+        everyone = gather_objects(whole.clone(), topology.data_group)
+        sums = [add_up(everyone[first : first + shards]) for first in range(0, len(everyone), shards)]
+        part.copy_(add_up(sums).view(shards, -1)[topology.shard_rank] / len(everyone))
+
+
+def add_up(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def train_thrice(parts: dict[str, Any]) -> dict[str, Any]:
+    """Of this rank, ten steps with sums during the backward pass, after it, and by the reference; two of them are
+    refused, one measured before."""
+    found: dict[str, Any] = {"begun": []}
+    finish = GradientSums.finish_sums
+
+    def note_begun(self: GradientSums, *given: Any, **named: Any) -> None:
+        found["begun"].append(len(self._works))
+        finish(self, *given, **named)
+
+    states, seen = [], []
+    for way in ("early", "late", "plain"):
+        GradientSums.finish_sums = sum_plainly if way == "plain" else note_begun  # type: ignore[method-assign]
+        engine = build_engine(config(precision="bf16", micro_batch=1, **parts), reduce_bucket_size=LIMIT)
+        engine.zero.sums.overlap, engine.zero.sums.test_engine = way == "early", engine
+        found["buckets"] = len(engine.zero.sums.buckets)
+        if way == "plain":
+            engine.zero.local = None
+        random, told = torch.Generator().manual_seed(3), []
+        for step in range(STEPS):
+            tokens = torch.randint(
+                0, VOCABULARY, (engine.config.train.global_batch, LENGTH + 1), generator=random
+            )
+            batch = take_batch(engine, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None))
+            before = copy_state(engine)
+            if step == 6:
+                told.append(engine.measure_step(batch[:1]).grad_norm)
+                assert are_same(before, copy_state(engine))
+            measured, applied = engine.train_step(batch, 1e-2, lambda m, step=step: step not in REFUSED)
+            assert applied == (step not in REFUSED)
+            assert applied or are_same(before, copy_state(engine))
+            told.append((measured.losses.tolist(), measured.grad_norm, engine.kept))
+            if way != "plain":
+                check_rows(engine, measured)
+        seen.append(told)
+        states.append(copy_state(engine))
+    found |= {"told": seen[0], "norms": engine.flat_state().sum_norms()}
+    assert seen[0] == seen[1] and are_same(states[0], states[1])
+    # The norm is measured in other chunks, and each rank's part of it rounded.
+    assert seen[0] == seen[2] and are_same(states[0], states[2])
+    flat = engine.flat_state()
+    found["counted"] = sum(f.numel for f in flat.fragments if f.counted)
+    found["state"] = {name: t for name, t in states[0].items() if name.startswith("inner/")}
+    found["shard"] = engine.topology.stage, engine.topology.shard_rank, engine.topology.tensor_rank
+    found["held"] = sum(f.numel for f in flat.fragments)
+    return found
+
+
+def check_rows(engine: Any, measured: Any) -> None:
+    """What watches the sums sees that they are right, and how large."""
+    rows = read_columns(measured.gradients)
+    assert len(rows) == engine.topology.layout.data
+    assert all(row.slices > 0 and abs(row.excess) <= bound_rounding(row.slices, len(rows)) for row in rows)
+    if engine.topology.layout.tensor == engine.topology.layout.pipeline == 1:  # else copies count for each
+        squares = sum(row.summed for row in rows) / len(rows) ** 2
+        assert squares**0.5 == pytest.approx(measured.grad_norm, rel=1e-5)
+        assert sum(row.square for row in rows) * engine.topology.layout.replicas == pytest.approx(
+            sum(row.slices for row in rows)
+        )
+
+
+@pytest.mark.quick("dp4")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sums_in_two_steps_give_the_bytes_of_a_plain_reference(name: str) -> None:
+    world, parts = LAYOUTS[name]
+    ranks = run_ranks(world, train_thrice, parts | {"replicas": 2})
+    for rank in ranks:
+        early, late = rank["begun"][: STEPS + 1], rank["begun"][STEPS + 1 :]
+        assert rank["buckets"] > 2 and early == [rank["buckets"]] * (STEPS + 1) and late == [0] * (STEPS + 1)
+        assert rank["told"] == ranks[0]["told"]
+    by_shard: dict[Any, list[dict[str, Any]]] = {}
+    for rank in ranks:
+        by_shard.setdefault(rank["shard"], []).append(rank)
+    for one, other in by_shard.values():
+        assert one["state"].keys() == other["state"].keys() and are_same(one["state"], other["state"])
+        assert one["held"] == other["held"]
+        if world < 8:  # each replica counts half of every shard, more or less
+            assert one["counted"] + other["counted"] == one["held"] and min(one["counted"], other["counted"]) > 0
