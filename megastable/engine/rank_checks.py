@@ -19,9 +19,10 @@ any order of summation; the answers are computed in fp64, by numpy. A longer tes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +184,7 @@ def _case(width: int, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 Named = dict[str, Tensor]
-COPIES = "copies"
+COPIES, SHARDS = "copies", "shards"
 QUARTERS = 4
 COLUMNS = 2 * QUARTERS  # of a group
 MOST = 1 << 21  # ranks of a group
@@ -204,7 +205,8 @@ def are_equal(sums: Sequence[float], ranks: int) -> bool:
 
 class Replicas:
     """Of this rank. kinds: what is held alike, by kind, with the groups of ranks that hold it; the same on every
-    rank. The weights in compute precision are COPIES: the next update overwrites them, with what is wrong in them."""
+    rank. The weights in compute precision are COPIES: the next update overwrites them, with what is wrong in them.
+    Masters and moments that another replica holds as well are SHARDS."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -213,6 +215,8 @@ class Replicas:
         self.kinds: dict[str, list[list[int]]] = {}
         if p.zero < 3 or engine.zero.replicated_parameters():  # ZeRO 3 leaves small ones whole
             self._add(COPIES, "data", layout, self._weights)
+        if layout.replicas > 1:
+            self._add(SHARDS, "replica", layout, lambda: self._list_pieces(whole_only=False))
         self._add("replicas", "tensor", layout, self._replicated)
         if engine.config.model.tied and layout.pipeline > 1:
             self._add("tied", "tied", layout, self._tied)
@@ -226,18 +230,23 @@ class Replicas:
     def _weights(self) -> Named:
         return {placement_of(p).name: p.data for p in self.engine.zero.replicated_parameters()}
 
-    def _replicated(self) -> Named:
+    def _list_pieces(self, whole_only: bool) -> Named:
+        """Masters and moments of this rank; whole_only: of parameters that tensor parallelism does not split."""
         flat = self.engine.flat_state()
+        return {
+            f"{kind} of {f.name}": piece
+            for f in flat.fragments
+            for kind in (KINDS if f.dim is None or not whole_only else ())
+            if (piece := flat.view_piece(f, kind)) is not None
+        }
+
+    def _replicated(self) -> Named:
         self.engine.zero.wait_for_weights()
         found: Named = {}
         if self.engine.config.parallel.zero < 3:
             parameters: list[Any] = list(self.engine.ds.module.parameters())
             found = {placement_of(p).name: p.data for p in parameters if not p.tensor_model_parallel}
-        for f in flat.fragments:
-            for kind in KINDS if f.dim is None else ():
-                if (piece := flat.view_piece(f, kind)) is not None:
-                    found[f"{kind} of {f.name}"] = piece
-        return found
+        return found | self._list_pieces(whole_only=True)
 
     def _tied(self) -> Named:
         self.engine.zero.wait_for_weights()
@@ -249,13 +258,13 @@ class Replicas:
         rank = self.engine.topology.rank
         return next((i for i, ranks in enumerate(self.kinds[kind]) if rank in ranks), None)
 
-    def fingerprint_kind(self, kind: str, weights: Marks | None = None) -> Tensor:
-        """int64 []: of all that this rank holds of the kind, which must be something. weights: marks of flat weights,
-        if there are any."""
+    def fingerprint_kind(self, kind: str, known: Mapping[str, Marks] = MappingProxyType({})) -> Tensor:
+        """int64 []: of all that this rank holds of the kind, which must be something. known: marks of flat weights
+        (COPIES), of masters and moments (SHARDS), if there are any."""
         # Hundreds of small tensors take longer than a few large ones.
         is_flat = kind == COPIES and self.engine.config.parallel.zero < 3
-        if is_flat and weights is not None:
-            return fingerprint_tensors([torch.stack([weight_mark.value for weight_mark in weights.values()])])
+        if kind in known and (is_flat or kind == SHARDS):
+            return fingerprint_tensors([torch.stack([known_mark.value for known_mark in known[kind].values()])])
         return fingerprint_tensors(self.engine.zero.flat_weights if is_flat else self._held[kind]().values())
 
     def fingerprint_by_name(self, kind: str) -> dict[str, int]:
@@ -264,11 +273,13 @@ class Replicas:
             return {}
         return {name: int(fingerprint_tensors([held])) for name, held in self._held[kind]().items()}
 
-    def make_columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
-        """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint_kind`."""
+    def make_columns(
+        self, kinds: Iterable[str], known: Mapping[str, Marks] = MappingProxyType({})
+    ) -> list[float]:  # fmt: skip
+        """What this rank adds to the sum that compares these kinds. known: as of `fingerprint_kind`."""
         groups = {kind: self.find_group(kind) for kind in kinds}
         held = [
-            self.fingerprint_kind(group_kind, weights)
+            self.fingerprint_kind(group_kind, known)
             for group_kind, group in groups.items()
             if group is not None
         ]

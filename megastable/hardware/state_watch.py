@@ -6,7 +6,7 @@ sum. The last two are compared in the sum that every step makes anyway. Collecti
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from megastable.base.fingerprint import Marks, compare_marks, mark_of, marks_of
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.engine.rank_checks import COPIES, Replicas, are_equal, split_fingerprint
+from megastable.engine.rank_checks import COPIES, SHARDS, Replicas, are_equal, split_fingerprint
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultLog, HardwareFault
 from megastable.run.events.stability_events import ReplicasDiffer, StateChanged, WrongCopy
@@ -188,12 +188,21 @@ class ReplicaWatch(Watch):
         self._differing = 0, list[TensorCopies]()  # after which step, and which
 
     def ballot(self, step: int) -> Sequence[float]:
-        return self.replicas.make_columns(self._due(step), self._state.weights)
+        return self.replicas.make_columns(self._due(step), self._list_known())
+
+    def _list_known(self) -> dict[str, Marks]:
+        """What the watch over the state has read, by kind."""
+        sealed_marks = self._state.current_marks()
+        if sealed_marks is None or self._state.weights is None:
+            return {}
+        shard_marks = {name: mark for name, mark in sealed_marks.items() if name.split("/")[-1] in KINDS}
+        return {COPIES: self._state.weights, SHARDS: shard_marks}
 
     def _due(self, step: int) -> list[str]:
-        """The kinds that are compared after `step`, before the next update."""
+        """The kinds that are compared after `step`, before the next update: those that are read anyway always."""
+        known_kinds = [COPIES, SHARDS] if self._state.on else [COPIES]
         compared_kinds = self.replicas.kinds if self.every else ()
-        return [copy_kind for copy_kind in compared_kinds if copy_kind == COPIES or step % self.every == 0]
+        return [copy_kind for copy_kind in compared_kinds if copy_kind in known_kinds or step % self.every == 0]
 
     def check_copies(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""
@@ -216,7 +225,12 @@ class ReplicaWatch(Watch):
         return None
 
     def _name_differing(self, unequal: Sequence[tuple[str, list[int]]], step: int) -> HardwareFault:
-        kinds = sorted({kind for kind, _ in unequal})
+        kinds = {kind for kind, _ in unequal}
+        if COPIES in kinds and SHARDS in self.replicas.kinds:
+            # A replica gathers what one of its ranks has updated wrong.
+            shard_groups = [(SHARDS, ranks) for ranks in self.replicas.kinds[SHARDS]]
+            unequal = [*(of for of in unequal if of[0] != SHARDS), *shard_groups]
+            kinds.add(SHARDS)
         everyone = gather_objects({kind: self.replicas.fingerprint_by_name(kind) for kind in kinds})
         copies = [
             TensorCopies(kind, name, {rank: everyone[rank][kind].get(name, 0) for rank in ranks})
@@ -236,9 +250,11 @@ class ReplicaWatch(Watch):
             who = self._faults.name_ranks(minority.ranks)
             texts.append(f"{', '.join(names[:NAMED])}{more}: {who} {how}")
         reason = f"copies that must be equal differ after step {step}: {'; '.join(texts)}"
-        wrong = sorted({rank for minority in found if minority.proven for rank in minority.ranks})
+        minorities = [find_minority(each.held) for each in self._differing[1] if each.kind == SHARDS]
+        wrong_shards = {rank for minority in minorities if minority.proven for rank in minority.ranks}
+        wrong = {rank for minority in found if minority.proven for rank in minority.ranks}
         last = min(self._equal[kind] for kind in kinds)
-        fault = self._faults.make_fault(last, wrong, reason)
+        fault = self._faults.make_fault(last, self._drop_gathered(wrong, wrong_shards), reason)
         return self._faults.report_fault(ReplicasDiffer, step, fault, proven=last)
 
     def forget_differing(self) -> None:
@@ -258,14 +274,15 @@ class ReplicaWatch(Watch):
         everyone = gather_objects(
             [now[each.kind].get(each.name) == each.held.get(rank) for each in differing]
         )
-        wrong: dict[int, str] = {}
+        wrong, wrong_shards = dict[int, str](), set[int]()
         for number, each in enumerate(differing):
             others = [r for r in each.held if not everyone[r][number]]
             # Where kernels sum in any order, or the fault has spread to all, nothing is as it was.
             if len(others) < len(each.held):
                 wrong |= {r: str(each) for r in others if r not in wrong}
+                wrong_shards.update(others if each.kind == SHARDS else ())
         if wrong:
-            holders = sorted(wrong)
+            holders = self._drop_gathered(wrong, wrong_shards)
             sources = self._find_sources(holders, differing)
             who = self._faults.name_ranks(holders)
             reason = f"step {after} done again gives another {wrong[holders[0]]} than {who} held"
@@ -279,9 +296,22 @@ class ReplicaWatch(Watch):
         source_ranks = set(holders)
         for ranks in self.replicas.engine.topology.layout.list_groups("data"):
             sources_here = source_ranks.intersection(ranks)
-            if sources_here and not any(each.held.keys() >= set(ranks) for each in differing):
+            # Every replica adds the same gradients to its shard.
+            are_compared = any(
+                each.held.keys() >= (sources_here if each.kind == SHARDS else {*ranks}) for each in differing
+            )
+            if sources_here and not are_compared:
                 source_ranks.update(ranks)
         return sorted(source_ranks)
+
+    def _drop_gathered(self, wrong: Collection[int], wrong_shards: Collection[int]) -> list[int]:
+        """The ranks of `wrong`, but for those that have only gathered a wrong shard: all of its replica have."""
+        gathered = {
+            rank
+            for ranks in self.replicas.engine.topology.layout.list_groups("shard")
+            for rank in (ranks if not {*wrong_shards}.isdisjoint(ranks) else ())
+        }
+        return sorted({*wrong} - (gathered - {*wrong_shards}))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self._equal = {copy_kind: min(equal_after, step) for copy_kind, equal_after in self._equal.items()}

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "zero_bubble"}),
     "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
     "context2": (2, {"context": 2}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
+    "replicas2": (2, {"replicas": 2}), "replicas3-dp6": (6, {"replicas": 3}),
 }  # fmt: skip
 # By name: the watches of the recipe, so that this one is the first to see a fault; its batch and micro-batch.
 WATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -182,8 +183,8 @@ def flip_sum(bit: int) -> None:
     LocalGradients.measure_after_sum = received  # type: ignore[method-assign,assignment]
 
 
-def flip_memory(place: str, steps: Sequence[int] = (STEP,)) -> None:
-    """The lowest bit of one element before these steps, each done for the first time or again."""
+def flip_memory(place: str, steps: Sequence[int] = (STEP,), bit: int = 0) -> None:
+    """A bit, the lowest, of one element before these steps, each done for the first time or again."""
     import torch
 
     from megastable.engine.engine import Engine
@@ -200,10 +201,26 @@ def flip_memory(place: str, steps: Sequence[int] = (STEP,)) -> None:
                 else self.optimizer_state()[f"0/{kinds[place]}"]
             )
             flat = state.view(-1)
-            flat[7:8].view(torch.int16 if flat.element_size() == 2 else torch.int32).bitwise_xor_(1)
+            flat[7:8].view(torch.int16 if flat.element_size() == 2 else torch.int32).bitwise_xor_(1 << bit)
         return real(self, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def flip_update() -> None:
+    """The lowest bit of a master that the rank has updated in step `STEP`, before its memory is fingerprinted."""
+    import torch
+
+    from megastable.engine.engine import Engine
+
+    apply_update, first_time = Engine._apply_update, FirstTime(STEP)
+
+    def updated(self: Engine, *given: Any) -> None:
+        apply_update(self, *given)
+        if first_time.now:
+            self.masters[0].detach()[7:8].view(torch.int32).bitwise_xor_(1)
+
+    Engine._apply_update = updated  # type: ignore[method-assign]
 
 
 def flip_before_checkpoint() -> None:
@@ -397,7 +414,7 @@ FOUND = [
     gradients("dp3", "scaled", 2), gradients("zero2", "stale", 1), gradients("zero2", "exponent", 1),
     gradients("zero3", "scaled", 1), gradients("zero3-dp3", "mantissa", 1), gradients("fp32", "exponent", 1),
     gradients("tp2-dp2", "sign", 2), gradients("pp2-dp2", "stale", 1), gradients("tp2", "negated", 0),
-    gradients("pp2", "zero", 1),
+    gradients("pp2", "zero", 1), gradients("replicas3-dp6", "sign", 3), gradients("replicas3-dp6", "negated", 4),
     ("gradients", "pp2", spoil_input_gradient, 1, GradientsDoubted, {"step": STEP, "ranks": [1]}, STEP),
     state("one", "weight"), state("dp2", "master"), state("zero2", "moment"), state("zero3", "weight"),
     state("pp2", "second"),
@@ -407,6 +424,14 @@ FOUND = [
      {"step": STEP - 1, "proven": STEP - 2, "ranks": [1]}, STEP - 1),
     ("copies", "zero2", partial(flip_memory, "weight"), 1, ReplicasDiffer, {"step": STEP - 1, "ranks": []}, STEP - 1),
     ("copies", "dp3", partial(flip_snapshot, True), 1, ReplicasDiffer, {"step": STEP - 1, "ranks": [1]}, STEP - 1),
+    # A shard is compared with the other replicas' when it is read anyway, or at the interval. What the other rank of
+    # the replica has gathered of it is not that rank's fault.
+    ("messages", "replicas3-dp6", flip_update, 3, ReplicasDiffer,
+     {"step": STEP, "proven": STEP - 1, "ranks": [3]}, STEP),
+    ("copies", "replicas3-dp6", partial(flip_memory, "master"), 3, ReplicasDiffer,
+     {"step": 30, "proven": 20, "ranks": [3]}, 21),
+    ("copies", "replicas3-dp6", partial(flip_memory, "master", bit=30), 3, ReplicasDiffer,
+     {"step": STEP, "proven": 20, "ranks": [3]}, 21),
     # An activation to the last stage; the last gradient of a step to the first one; one of the second replica.
     ("messages", "pp2", partial(flip_message, 0), 1, MessagesDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "pp2", partial(flip_message, 5), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
@@ -436,7 +461,8 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "tp2-dp2", "context2"]
+    "layout",
+    ["dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "tp2-dp2", "context2", "replicas3-dp6"],
 )
 def test_watches_change_no_byte_and_blame_no_sound_rank(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Also where DeepSpeed's own sums are replaced by measured ones."""
@@ -465,6 +491,14 @@ def test_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Path,
     assert [e["ranks"] for e in run.iterate_events(ReplicasDiffer)] == [[0]] * 3
     assert [e["ranks"] for e in run.iterate_events(WrongCopy)] == [[1, 2]] * 3
     assert not list(run.iterate_events(HostFaulty))
+
+
+@pytest.mark.slow
+def test_of_two_different_shards_the_step_done_again_shows_the_wrong_one(corpus: Path, tmp_path: Path) -> None:
+    run = run_with(recipe(corpus, tmp_path / "run", "replicas2", "copies", 22), "replicas2",
+                   partial(flip_memory, "master", (17,)), 1)  # fmt: skip
+    assert [(e["step"], e["ranks"]) for e in run.iterate_events(ReplicasDiffer)] == [(20, [])]
+    assert [(e["step"], e["ranks"]) for e in run.iterate_events(WrongCopy)] == [(20, [1])]
 
 
 @pytest.mark.slow
