@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megastable.checkpoint import shared_reading, store
 from megastable.checkpoint.files import FileRecord
@@ -22,7 +23,7 @@ from megastable.checkpoint.shared_reading import (
     read_newest_good,
 )
 from megastable.checkpoint.store import Contents
-from megastable.checkpoint.whole import load_into
+from megastable.checkpoint.whole import WholeState, load_into
 from megastable.config.tree import RunConfig
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks, train
@@ -36,12 +37,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline": 2}),
     "tp4": (4, {"tensor": 4}),
     "dp2-zero3": (2, {"zero": 3}),
+    "replicas2-dp4": (4, {"replicas": 2}),
+    "replicas2-tp2": (4, {"replicas": 2, "tensor": 2}),
 }
 MODEL = {"kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks may share the heads
 PAIRS = [
     ("dp2", "dp2"), ("tp2-dp2", "tp2-dp2"), ("pp2-dp2", "pp2-dp2"), ("dp2-zero3", "dp2-zero3"),
     ("tp2-dp2", "dp2"), ("dp2", "tp2-dp2"), ("pp2-dp2", "tp4"), ("tp4", "pp2-dp2"),
-    ("dp2", "pp2"),
+    ("dp2", "pp2"), ("replicas2-dp4", "replicas2-dp4"), ("replicas2-tp2", "replicas2-tp2"), ("replicas2-dp4", "dp2"),
+    ("dp4", "replicas2-dp4"),
 ]  # fmt: skip
 
 
@@ -120,6 +124,19 @@ def test_every_file_is_read_once(writer: str, reader: str, saved: Any, corpus: P
     assert opens == Counter([store.MANIFEST, *files])
     if writer == reader:  # no rank reads more than its own part, and what is there once
         assert all(set(rank["opens"]) <= own_names(place) | others(files) for place, rank in enumerate(found))
+
+
+@pytest.mark.parametrize("layout", ["replicas2-dp4", pytest.param("replicas2-tp2", marks=pytest.mark.slow)])
+def test_every_replica_writes_a_part_of_what_all_hold(layout: str, saved: Any) -> None:
+    checkpoint = saved(layout)
+    whole = WholeState(checkpoint)
+    numbers = 3 * sum(whole.read_tensor(name, "weight").numel() for name in whole.names)
+    written = [
+        sum(tensor.numel() for tensor in load_file(path).values())
+        for path in sorted(checkpoint.glob("rank-*.safetensors"))
+    ]
+    assert len(written) == 4 and sum(written) == numbers
+    assert min(written) > numbers / 10
 
 
 def load_apart(config: RunConfig, checkpoint: Path) -> list[str]:

@@ -71,6 +71,30 @@ def test_context_group_shares_its_samples_and_nothing_else(layout: Layout) -> No
         assert list(data) == list(range(data[0], data[0] + layout.context)) and not data[0] % layout.context
 
 
+@settings(deadline=None)
+@given(*[st.integers(1, 4)] * 4)
+def test_replicas_are_neighbours_and_the_ranks_of_a_shard_one_of_each(
+    tensor: int, pipeline: int, shards: int, replicas: int
+) -> None:
+    layout = Layout(tensor, pipeline, shards * replicas, replicas=replicas)
+    groups = {axis: layout.list_groups(axis) for axis in ("shard", "replica", "copies")}
+    for axis, size in {"shard": shards, "replica": replicas, "copies": replicas * tensor}.items():
+        assert sorted(rank for group in groups[axis] for rank in group) == list(range(layout.world))
+        assert {len(group) for group in groups[axis]} == {size} and all(g == sorted(g) for g in groups[axis])
+    places = {axis: [[layout.coordinates_of(r) for r in g] for g in of] for axis, of in groups.items()}
+    for group in places["shard"]:
+        assert len({(stage, data // shards, rank) for stage, data, rank in group}) == 1
+    for group in places["replica"]:
+        assert len({(stage, data % shards, rank) for stage, data, rank in group}) == 1
+    for group in places["copies"]:
+        assert len({(stage, data % shards) for stage, data, _ in group}) == 1
+    if pipeline > 1:
+        for group in layout.list_groups("tied"):
+            ends = [layout.coordinates_of(rank) for rank in group]
+            assert [stage for stage, *_ in ends] == [0] * shards + [pipeline - 1] * shards
+            assert len({(data // shards, rank) for _, data, rank in ends}) == 1
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 3, 4), (4, 2, 1), (1, 4, 2), (8, 8, 8)])
 def test_layout_agrees_with_deepspeed(
     tensor: int, pipeline: int, data: int, monkeypatch: pytest.MonkeyPatch

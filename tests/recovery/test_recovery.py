@@ -123,6 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1-dp2": (2, {"model": {"layers": 2}, "train": {"micro_batch": 2}}),
     "zero2-dp2": (2, {**TWO, "parallel": {"zero": 2}}),
     "zero3-dp2": (2, {**TWO, "parallel": {"zero": 3}}),
+    "replicas2-dp4": (4, {"model": {"layers": 2}, "train": {"micro_batch": 1}, "parallel": {"replicas": 2}}),
 }
 
 

@@ -117,6 +117,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
     "zero3-dp3": (3, 3, {"parallel": {"zero": 3}}),
     "tp2-dp2": (4, 2, {"parallel": {"tensor": 2}}),
     "pp2-tied": (4, 3, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
+    "replicas2": (4, 2, {"parallel": {"replicas": 2}}),
     "muon": (2, 2, {"optimizer": {"name": "muon"}}),
 }
 

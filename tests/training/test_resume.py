@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from megastable.checkpoint import store
-from megastable.checkpoint.whole import policy_of
+from megastable.checkpoint.whole import WholeState, policy_of
 from megastable.config.tree import RunConfig
+from megastable.engine.flatstate import KINDS
 from megastable.run import records
 from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import NEXT_UPDATE, Warned
+from megastable.run.events.training_events import NEXT_UPDATE, Reshaped, Warned
 from megastable.run.run_history import HistoryReader
 from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
@@ -55,6 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8-delayed-pp2": (2, {"precision": {"fp8": "delayed"}, "parallel": {"pipeline": 2}}),
     "fp32-pp2-dp4-tied": (8, {"precision": {"kind": "fp32"}, "parallel": {"pipeline": 2}, "tied": True}),
     "pp2-dp3-tied": (6, {"parallel": {"pipeline": 2}, "tied": True, "batch": 12}),
+    "replicas2-dp4": (4, {"parallel": {"replicas": 2}}),
     # What depends on the number of updates, or on the sample, goes on as well.
     "gemma2-dropout-dp2": (2, {"model": GEMMA2 | {"dropout": 0.1}}),
     "branch-yarn-tp2": (2, {"parallel": {"tensor": 2}, "model": {"norms": "branch", "branch_steps": 5}}),
@@ -110,6 +112,35 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
         assert table.column(column).equals(again.column(column)), column
     events = [json.loads(line) for line in (tmp_path / "stopped/journal.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "resumed"] == [STOP]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "first", "second"), [(2, 1, 2), (2, 2, 1), (4, 2, 1), (4, 1, 2)])
+def test_a_run_goes_on_with_another_number_of_replicas(
+    world: int, first: int, second: int, corpus: Path, tmp_path: Path
+) -> None:
+    """Two ranks sum two numbers either way: the bytes of the run that stayed as it was. Four sum in another order."""
+
+    def at(run: str, steps: int, replicas: int) -> RunConfig:
+        train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
+        schedule = {"warmup_steps": 2, "total_steps": 20}
+        return tiny(corpus, tmp_path / run, parallel={"replicas": replicas}, train=train, schedule=schedule)
+
+    run_ranks(world, train, at("straight", END, second))
+    run_ranks(world, train, at("moved", STOP, first))
+    run_ranks(world, train, at("moved", END, second))
+    (event,) = RunDirectory(tmp_path / "moved").iterate_events(Reshaped)
+    assert (event["old"]["replicas"], event["new"]["replicas"]) == (first, second)
+    states = [WholeState(tmp_path / run / f"checkpoints/step-{END}") for run in ("straight", "moved")]
+    for name in states[0].names:
+        for kind in KINDS:
+            one, other = (state.read_tensor(name, kind) for state in states)
+            if world == 2:
+                assert torch.equal(one, other), (name, kind)
+            else:
+                assert float((one - other).norm()) < 0.02 * float(one.norm()), (name, kind)
+    losses = [records.read_newest_records(tmp_path / run / "steps").column("loss") for run in ("straight", "moved")]
+    assert losses[1].to_pylist() == pytest.approx(losses[0].to_pylist(), rel=0 if world == 2 else 1e-3)
 
 
 @pytest.mark.slow
