@@ -8,14 +8,16 @@ same whether they begin early or not.
 
 Every element goes to the rank that updates it (ZeRO 1, arXiv:1910.02054 section 5.1); the flat buffers are cut into
 these parts, so the pieces of a bucket differ in size, and most are empty. With replicas (FSDP's hybrid sharding,
-arXiv:2304.11277 section 3.2.2) a bucket is summed inside each of them first, and then each rank's piece of it over the
-ranks that hold the same shard, while the next bucket is summed inside.
+arXiv:2304.11277 section 3.2.2) a bucket is summed in even slices, inside each replica first, then each slice over the
+ranks that have the same one, so that all links between hosts are in use; and what belongs to another rank goes to it,
+inside the replica. Every message has a group of its own: it waits for the one before it of the same bucket, and holds
+up no other bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,21 +30,28 @@ from megastable.base import activity
 from megastable.engine.local_gradients import LocalGradients
 from megastable.engine.micro_batch_sums import MicroBatchSums, Place
 from megastable.parallel.layout import cut_into_buckets, limit_bucket
-from megastable.parallel.mappings import begin_sum
+from megastable.parallel.mappings import begin_sum, count_overlaps
 from megastable.parallel.sharding import Fragment
 from megastable.parallel.topology import Topology
 
 
 class Bucket(NamedTuple):
     """Gradients of neighbouring parameters of a group on this rank. whole: fp32 [n]. pieces: of it, by the rank of a
-    replica that updates them. numbers: of the parameters. fragments: of this rank's piece, by their places in its part.
-    """
+    replica that updates them. slices: of it, by the rank that sums them; without replicas these are the pieces.
+    numbers: of the parameters. fragments: of this rank's piece, by their places in its part."""
 
     whole: Tensor
     pieces: list[Tensor]
+    slices: list[Tensor]
     group: int
     numbers: range
     fragments: list[Place]
+
+
+def list_ranges(parts: Sequence[Tensor]) -> list[range]:
+    """The elements of each of the parts that a flat tensor is cut into."""
+    part_ends = [0, *accumulate(part.numel() for part in parts)]
+    return [range(begin, end) for begin, end in pairwise(part_ends)]
 
 
 class GradientSums:
@@ -62,9 +71,9 @@ class GradientSums:
         self._places = [(f.group, f.offset) for f in fragments]
         self._engine, self._watching = engine, watching
         self._group, self._rank, self._shards = topology.shard_group, topology.shard_rank, topology.layout.shards
-        self._replicas = topology.replica_group
+        self._replicas, self._owners = topology.replica_group, topology.owner_group
         is_cuda = o.fp32_groups_gradient_flat_partition[0].is_cuda
-        # On which a GPU waits for the first sum of a bucket before the second, and not where it computes.
+        # On which a GPU waits for a bucket's message before the next one, and not where it computes.
         self._between = torch.cuda.Stream() if is_cuda and self._replicas is not None else None
         self._parts, self._ranks = o.fp32_groups_gradient_flat_partition, topology.layout.data
         self.buckets = self._make_buckets(o) if self._ranks > 1 else []
@@ -96,7 +105,10 @@ class GradientSums:
                 )
                 own_start, own_stop = (end - self._rank * part_size for end in (bucket_start, bucket_end))
                 own_places = [(g, at) for g, at in self._places if g == group and own_start <= at < own_stop]
-                new_bucket = Bucket(bucket_buffer, owner_pieces, group, bucket_numbers, own_places)
+                slices = owner_pieces
+                if self._replicas is not None:
+                    slices = list(bucket_buffer.tensor_split(self._shards))
+                new_bucket = Bucket(bucket_buffer, owner_pieces, slices, group, bucket_numbers, own_places)
                 ordered_buckets.append((first_order, new_bucket))
         return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
 
@@ -104,8 +116,7 @@ class GradientSums:
         """A step begins, of as many micro-batches as DeepSpeed has been told."""
         micro_batches = self._engine.gradient_accumulation_steps()
         self._missing = [len(bucket.numbers) * micro_batches for bucket in self.buckets]
-        self._works: list[Work] = []
-        self._replica_works: list[Work | None] = []  # the second sums; None: this shard has nothing of the bucket
+        self._works, self._across, self._moved = list[Work](), list[Work](), list[Work]()
 
     def add_gradient(self, parameter: nn.Parameter, group: int, number: int, **_: Any) -> None:
         """A gradient of a micro-batch is there, of parameter `number` of `group`. In place of DeepSpeed's
@@ -115,7 +126,7 @@ class GradientSums:
         self.own.add_gradient(parameter, group, number)
         if self.buckets:
             self._note_gradient(group, number)
-            self._sum_replicas()
+            self._pass_on()
 
     def _note_gradient(self, group: int, number: int) -> None:
         bucket_number = self._bucket_of[group, number]
@@ -135,23 +146,35 @@ class GradientSums:
             for receiver, piece in enumerate(next_bucket.pieces):
                 if piece.numel():
                     gradient_watch.measure_bucket_before_sum(piece, receiver)
-        self._works.append(begin_sum(next_bucket.whole, next_bucket.pieces, self._rank, self._group))
-        self._sum_replicas()
+        self._works.append(begin_sum(next_bucket.whole, next_bucket.slices, self._rank, self._group))
+        self._pass_on()
 
-    def _sum_replicas(self, wait: bool = False) -> None:
-        """Begin the second sums of the buckets whose first is over, in their order. A GPU is told to wait for it
-        elsewhere, at once, so that its ranks send in the same order. wait: for first sums that are not over, too."""
-        while self._replicas is not None and len(self._replica_works) < len(self._works):
-            number = len(self._replica_works)
-            first_work, own_piece = self._works[number], self.buckets[number].pieces[self._rank]
-            if not wait and self._between is None and not first_work.is_completed():
-                return
-            with torch.cuda.stream(self._between):
-                first_work.wait()
-                second_work = None
-                if own_piece.numel():
-                    second_work = dist.all_reduce(own_piece, group=self._replicas, async_op=True)
-            self._replica_works.append(second_work)
+    def _pass_on(self, wait: bool = False) -> None:
+        """With replicas, begin the next message of every bucket whose last one is over, in their order. A GPU is told at
+        once to wait for it, elsewhere, so that all send in the same order. wait: for what is not over, too."""
+        if self._replicas is None:
+            return
+        for earlier, later, begin in (
+            (self._works, self._across, self._sum_across), (self._across, self._moved, self._move_slices),
+        ):  # fmt: skip
+            while len(later) < len(earlier):
+                earlier_work = earlier[len(later)]
+                if not wait and self._between is None and not earlier_work.is_completed():
+                    break
+                with torch.cuda.stream(self._between):
+                    earlier_work.wait()
+                    later.append(begin(self.buckets[len(later)]))
+
+    def _sum_across(self, bucket: Bucket) -> Work:
+        return dist.all_reduce(bucket.slices[self._rank], group=self._replicas, async_op=True)
+
+    def _move_slices(self, bucket: Bucket) -> Work:
+        """To their owners. In place: a rank receives nothing where it has something to send, but from itself."""
+        slices, pieces = (list_ranges(parts) for parts in (bucket.slices, bucket.pieces))
+        return dist.all_to_all_single(
+            bucket.pieces[self._rank], bucket.slices[self._rank], count_overlaps(pieces[self._rank], slices),
+            count_overlaps(slices[self._rank], pieces), group=self._owners, async_op=True,
+        )  # fmt: skip
 
     def finish_sums(self, *_: Any, **__: Any) -> None:
         """Begin the sums that are left, wait for all, and divide them by the ranks. In place of DeepSpeed's
@@ -161,15 +184,14 @@ class GradientSums:
             self.own.fill_all()
         while len(self._works) < len(self.buckets):
             self._begin_next()
-        self._sum_replicas(wait=True)
+        self._pass_on(wait=True)
         gradient_watch = self._watching()
-        last_works = self._works if self._replicas is None else self._replica_works
+        last_works = self._works if self._replicas is None else self._moved
         for begun_bucket, begun_work in zip(self.buckets, last_works, strict=True):
-            if begun_work is not None:
-                begun_work.wait()
+            begun_work.wait()
             own_piece = begun_bucket.pieces[self._rank]
             if gradient_watch is not None and own_piece.numel():
                 gradient_watch.measure_after_sum([own_piece])
             # Also while later sums are under way.
             self.own.average_piece(own_piece, begun_bucket.fragments)
-        self._works, self._replica_works = [], []
+        self._works, self._across, self._moved = [], [], []

@@ -39,11 +39,14 @@ class Topology:
         self.data_group = self._make_own_group("data")
         self.context_group = self._make_own_group("context") if layout.context > 1 else None
         self.replica, self.shard_rank = divmod(self.data_rank, layout.shards)
-        self.shard_group, self.replica_group, self.copies_group = self.data_group, None, self.tensor_group
+        self.shard_group, self.copies_group = self.data_group, self.tensor_group
+        self.replica_group = self.owner_group = None
         if layout.replicas > 1:
             self.shard_group, self.replica_group, self.copies_group = map(
                 self._make_own_group, ("shard", "replica", "copies")
             )
+            # The ranks of the shard group once more: what they send here keeps no order with what they send there.
+            self.owner_group = self._make_own_group("shard")
 
     def _make_own_group(self, axis: str) -> Any:
         """The new group along `axis` that this rank is in; None if it is in none. Collective.
