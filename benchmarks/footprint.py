@@ -102,6 +102,7 @@ LAYOUTS = {
     "PP2 zero-bubble, compiled": Case(2, PP2 | ZERO_BUBBLE, accumulation=4, kernels={"compile": True}),
     "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
     "DP2 ZeRO 1": Case(2),
+    "DP4 in 2 replicas": Case(4, {"replicas": 2}),
     "DP2 ZeRO 1 fp32": Case(2, precision={"kind": "fp32"}),
     "DP2 ZeRO 2": Case(2, {"zero": 2}),
     "DP2 ZeRO 2 fp32": Case(2, {"zero": 2}, precision={"kind": "fp32"}),

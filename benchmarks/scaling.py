@@ -82,6 +82,10 @@ LAYOUTS = {
     "DP2 ZeRO 1": Case(2),
     "DP4 ZeRO 1 in buckets": Case(4, zero=SMALL_BUCKETS),
     "PP2xDP2 ZeRO 1 tied, in buckets": Case(4, PP2, {"tied": True}, zero=SMALL_BUCKETS),
+    "DP4 in 2 replicas, in buckets": Case(4, {"replicas": 2}, zero=SMALL_BUCKETS),
+    "DP6 in 2 replicas": Case(6, {"replicas": 2}, global_batch=6, micro_batch=1),
+    "PP2xDP4 in 2 replicas, tied, in buckets": Case(8, PP2 | {"replicas": 2}, {"tied": True}, zero=SMALL_BUCKETS),
+    "TP2xDP2, all of it on both": Case(4, {"tensor": 2, "replicas": 2}),
     "DP2 ZeRO 2": Case(2, {"zero": 2}),
     "DP2 ZeRO 3": Case(2, {"zero": 3}),
     "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
@@ -447,6 +451,8 @@ def _kinds(engine: Any) -> dict[str, str]:
 
     t = engine.topology
     groups_by_kind = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
+    if t.layout.replicas > 1:
+        groups_by_kind |= {"shard": [t.shard_group, t.owner_group], "replica": [t.replica_group]}
     inner = engine.optimizer.optimizer
     groups_by_kind["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
     if t.layout.pipeline > 1:

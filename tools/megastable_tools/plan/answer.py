@@ -237,6 +237,7 @@ def layout_in_words(found: LayoutPlan) -> str:
         split += ", sequence parallelism" + (" that keeps what it gathers" if p.keep_gathered else "")
     if p.tensor_overlap > 1:
         split += f" in {p.tensor_overlap} chunks"
+    split += f", {p.replicas} replicas" if p.replicas > 1 else ""
     split += ", zero-bubble schedule" if p.schedule == "zero_bubble" else ""
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
     return (
@@ -427,7 +428,7 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
         "overrides": list_overrides(c, base),
         "layout": {
             "gpus": lay.world, "tensor": lay.tensor, "pipeline": lay.pipeline, "data": lay.data,
-            "context": lay.context, "context_by": c.parallel.context_by,
+            "context": lay.context, "context_by": c.parallel.context_by, "replicas": lay.replicas,
             "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
             "schedule": c.parallel.schedule, "tensor_overlap": c.parallel.tensor_overlap,

@@ -206,7 +206,7 @@ def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
         return [sum(round_up(n, layout.data) * size_count for n, size_count in group) for group in counted]
-    return [round_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
+    return [round_up(sum(group), 2 * layout.shards) for group in groups]  # to 4 bytes of bf16 on every rank
 
 
 def _sums(config: RunConfig) -> bool:
@@ -217,7 +217,7 @@ def _sums(config: RunConfig) -> bool:
 def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
     """Memory held from step to step; the moments are created by the first update."""
     e, whole = count_element_bytes(config), sum(groups)
-    own = whole // layout.data
+    own = whole // layout.shards
     made_phases: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
     yield Item("master", "fp32 master weights", own * FP32, made_phases)
@@ -240,7 +240,7 @@ def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[i
         yield Item("weights", "a layer, whole", layer * element_bytes, ("layers",))
         yield Item("weights", "a parameter, whole", max(matrix_sizes) * element_bytes, ("optimizer",))
     elif not _sums(config):
-        copy_bytes = sum(groups) // layout.data * FP32
+        copy_bytes = sum(groups) // layout.shards * FP32
         yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("optimizer",))
 
 
@@ -252,12 +252,12 @@ def _exchanged(
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         if config.optimizer.clipping.kind == "worker":
-            own_bytes = sum(groups) // layout.data * FP32
+            own_bytes = sum(groups) // layout.shards * FP32
             what = "this rank's own gradient, of the part that it updates"
             yield Item("gradients", what, own_bytes, ("update",))
         return
     e, whole_elements = count_element_bytes(config), sum(groups)
-    own, zero_stage = whole_elements // layout.data, config.parallel.zero
+    own, zero_stage = whole_elements // layout.shards, config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     full = _fill(config, held, bucket) if zero_stage > 1 else 0
     earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
@@ -279,7 +279,7 @@ def _exchanged(
         # Released weights were freed already.
         first = _flat(config, layout, Stage(1, held.first, last=False))
         yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
-    copy_bytes = max(groups) // layout.data * FP32
+    copy_bytes = max(groups) // layout.shards * FP32
     yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("update",))
 
 
@@ -497,7 +497,7 @@ def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layo
     """Bytes of every tensor of the optimizer's flat state, fp32 masters left out, on this rank."""
     state_width = 2 if config.optimizer.moments == "bf16" else FP32
     for element_count, of in zip(groups, parameter_groups(config, held), strict=True):
-        yield from [element_count // layout.data * state_width] * of.moments
+        yield from [element_count // layout.shards * state_width] * of.moments
 
 
 def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
@@ -513,7 +513,7 @@ def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[
 
 
 def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Host:
-    sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
+    sizes = [n // layout.shards * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
     state = sum(sizes)
     kept = config.stability.snapshots
     copy_bytes = state if config.checkpoint.asynchronous else 0
@@ -521,6 +521,6 @@ def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout)
     # copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device.
     flattened = 0 if _sums(config) else sum(groups) + max(groups)
     if config.parallel.zero == 3:
-        flattened = sum(groups) // layout.data
+        flattened = sum(groups) // layout.shards
     building = flattened * count_element_bytes(config)
     return Host(state, kept.keep if kept.interval else 0, copy_bytes, building)

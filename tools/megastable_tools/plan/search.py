@@ -9,13 +9,13 @@ and by ring, every schedule of a pipeline, every ZeRO stage, recomputation and m
 DeepSpeed files allow. It prunes what cannot be better: a ring that writes its scores out, a larger micro-batch or less
 recomputation than one that does not fit, more recomputation than needed, and tensor parallelism without sequence
 parallelism where that is possible: it sends the same bytes and takes more memory (in tiny models its fewer messages are
-faster). Chunks of `parallel.tensor_overlap` are chosen for those that fit and may become the fastest of their tensor x
-pipeline by them.
+faster). Chunks of `parallel.tensor_overlap`, and then a replica a host (`parallel.replicas`), are chosen for those that
+fit and may become the fastest of their tensor x pipeline by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -62,6 +62,7 @@ class Choice(NamedTuple):
     keep_gathered: bool
     schedule: Schedule
     tensor_overlap: int
+    replicas: int
     micro_batch: int
     fp8: Fp8Config | None
 
@@ -166,24 +167,43 @@ def search_layouts(
         changed_count = sum(a != b for a, b in zip(Choice.of(found.config), own_choice, strict=True))
         return found.time.seconds, changed_count, -found.left
 
-    return SearchResult(gpus, tuple(sorted(_cut_messages(fitting_plans), key=order)), nearest_plan)
+    return SearchResult(gpus, tuple(sorted(_refine(fitting_plans), key=order)), nearest_plan)
 
 
-def _cut_messages(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """The plans, in chunks of `parallel.tensor_overlap` those that may become the fastest of their tensor x pipeline:
-    they would be if nothing of tensor parallelism were left."""
-    cut_plans, best_seconds = list[LayoutPlan](), dict[tuple[object, ...], float]()
+def _refine(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """The plans, with chunks and replicas those that may become the fastest of their tensor x pipeline."""
+    return _refine_part(_refine_part(plans, "tensor", _choose_chunks), "data", _choose_replicas)
+
+
+def _refine_part(
+    plans: Sequence[LayoutPlan], part: str, choose: Callable[[LayoutPlan], LayoutPlan]
+) -> list[LayoutPlan]:
+    """`choose` for every plan that would be the fastest of its kind if nothing of a part of the step were left."""
+    refined_plans, best_seconds = list[LayoutPlan](), dict[tuple[object, ...], float]()
     for layout_plan in sorted(plans, key=lambda plan: plan.time.seconds):
         layout, step = layout_plan.layout, layout_plan.time
-        # Also while the pipeline fills and drains.
-        passes = 1 + (layout.pipeline - 1) / layout_plan.accumulation
-        least_seconds = step.seconds - step.parts.get("tensor", 0.0) * passes
+        # Tensor parallelism also while the pipeline fills and drains.
+        passes = 1 + (layout.pipeline - 1) / layout_plan.accumulation if part == "tensor" else 1.0
+        least_seconds = step.seconds - step.parts.get(part, 0.0) * passes
         group = layout.tensor, layout.pipeline, layout_plan.config.precision.fp8, layout_plan.tight
         if least_seconds < best_seconds.get(group, inf):
-            layout_plan = _choose_chunks(layout_plan)
+            layout_plan = choose(layout_plan)
             best_seconds[group] = min(layout_plan.time.seconds, best_seconds.get(group, inf))
-        cut_plans.append(layout_plan)
-    return cut_plans
+        refined_plans.append(layout_plan)
+    return refined_plans
+
+
+def _choose_replicas(found: LayoutPlan) -> LayoutPlan:
+    """A plan that fits, with a replica in every host if that is faster."""
+    layout, hosts = found.layout, found.layout.world // found.cluster.gpus_per_host
+    replicas = max(hosts // layout.pipeline, 1)
+    changed_config = None
+    if layout.data % replicas == 0:
+        changed_config = apply_choice(found.config, Choice.of(found.config)._replace(replicas=replicas))
+    changed_plan = changed_config and _judge(changed_config, layout.data, found.cluster)
+    if changed_plan is None or not changed_plan.fits or changed_plan.tight > found.tight:
+        return found
+    return min(found, changed_plan, key=lambda plan: plan.time.seconds)
 
 
 def _choose_chunks(found: LayoutPlan) -> LayoutPlan:
@@ -226,7 +246,7 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(*axes, recompute_way, is_kept, schedule, 1, micro_batch, fp8_config)
+                        choice = Choice(*axes, recompute_way, is_kept, schedule, 1, 1, micro_batch, fp8_config)
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:
@@ -328,7 +348,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, None)
+                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, 1, None)
                     if apply_choice(config, least_choice) is not None:
                         yield layout_axes, micro_batches
 
@@ -377,7 +397,8 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(sequence=True)],
         [own._replace(keep_gathered=False)] if own.keep_gathered else [],
         [own._replace(schedule="1f1b")] if own.schedule != "1f1b" else [],
-        [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
+        [own._replace(replicas=n) for n in reversed(list_divisors(own.replicas)) if n < own.replicas],
+        [own._replace(zero=zero_stage, replicas=1) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
         [
@@ -416,7 +437,8 @@ def critical_stages(cut: Sequence[int]) -> tuple[int, ...]:
 
 
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
-    layout = Layout(config.parallel.tensor, config.parallel.pipeline, data, config.parallel.context)
+    p = config.parallel
+    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
     cut = tuple(volume.stage_bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
     footprints = list_footprints(config, layout, device=device, cut=cut, stages=critical_stages(cut))

@@ -60,7 +60,8 @@ NAMES = {
 COMPUTING = ("products", "attention", "memory", "casts", "recomputation")
 KINDS = (*COMPUTING, "tensor", "context", "pipeline", "bubble", "data", "update")
 # Sent once per step, or once per micro-batch.
-LARGE = ("gradients", "weights", "tied embedding", "momentum of matrices", "orthogonalized matrices")
+SUMS = ("gradients", volume.ACROSS, volume.MOVED)
+LARGE = (*SUMS, "weights", "tied embedding", "momentum of matrices", "orthogonalized matrices")
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,12 @@ def step_time(
 
 def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None:
     parallel_config, t = config.parallel, config.train
-    named_sizes = (parallel_config.tensor, parallel_config.pipeline, parallel_config.context)
-    if named_sizes != (layout.tensor, layout.pipeline, layout.context) or layout.data % layout.context:
+    p = parallel_config
+    named_sizes = (p.tensor, p.pipeline, p.context, p.replicas)
+    own_sizes = (layout.tensor, layout.pipeline, layout.context, layout.replicas)
+    if named_sizes != own_sizes or layout.data % layout.context or layout.data % layout.replicas:
         raise ConfigError(
-            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context = {named_sizes}"
+            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context, replicas = {named_sizes}"
         )
     if odd_batches := [size for size in config.batches.values if size % (t.micro_batch * layout.samples)]:
         size = f"train.global_batch={t.global_batch}"
@@ -384,6 +387,8 @@ class _Prediction:
             n, group_link = self.members[term.group], self.links[term.group]
             if n > 1 and term.collective != "receive":  # the other end's send
                 sent_bytes = volume.count_sent_bytes(term, n)
+                if term.what == volume.MOVED:
+                    sent_bytes *= n  # most buckets have one owner, who receives from all
                 total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
                 total_seconds += term.calls * estimate_latency(term.collective, n, group_link)
         return total_seconds
@@ -445,7 +450,7 @@ class _Prediction:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            if term.group in ("data", "stage", "tied", "world", "model"):
+            if term.group in ("data", "shard", "replica", "stage", "tied", "world", "model"):
                 terms_by_group[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
         zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
         time_lines = []
@@ -455,7 +460,7 @@ class _Prediction:
             beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
             moving_seconds = self._moving(terms)
             pass_seconds = share = 0.0
-            if what == "gradients" and self._sums_early:
+            if what in SUMS and self._sums_early:
                 pass_seconds, share = self._count_backward(stage), self._count_early_share(stage)
             elif what == "weights" and zero < 3 and self.others == DEEPSPEED:
                 pass_seconds, share = self._count_forward(stage), self._count_late_share(stage)
@@ -592,6 +597,10 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
             return t, c, (group_start + g * c * t for group_start in group_starts for g in range(lay.samples))
         case "data":
             return t, d, group_starts
+        case "shard":
+            return t, lay.shards, (start + first * t for start in group_starts for first in range(0, d, lay.shards))
+        case "replica":
+            return lay.shards * t, lay.replicas, (start + j * t for start in group_starts for j in range(lay.shards))
         case "stage":
             return 1, t * d, range(0, lay.world, t * d)
         case "pipeline":

@@ -6,7 +6,7 @@ rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009); context paralle
 arXiv:2309.14509 section 3.1, or a ring, arXiv:2310.01889.
 
 Letters: s tokens of a sample, b samples of a micro-batch, h hidden, e bytes of an activation, A micro-batches of a
-step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample.
+step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample, R replicas.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ COLUMNS = frozenset({"attention.qkv", "mlp.gate_up"})  # column-parallel layers 
 ROWS = frozenset(LINEARS) - COLUMNS
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
 DEFAULT_BUCKET = 5e8  # elements of DeepSpeed's reduce_bucket_size
+# What a rank with replicas sends of its sums: names of terms.
+ACROSS, MOVED = "gradients over replicas", "gradients to their owners"
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 
@@ -43,8 +45,9 @@ SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpee
 class Term:
     """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
-    group: "tensor", "context", "data", "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x
-    pipeline), "tied" (the data ranks of the first and the last stage), "world".
+    group: "tensor", "context", "data", "shard" (the data ranks of a replica), "replica" (those with the same shard),
+    "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the data ranks of
+    a replica on the first and the last stage), "world".
     """
 
     what: str
@@ -58,12 +61,19 @@ class Term:
         return self.bytes * self.calls
 
 
+def count_shards(config: RunConfig, data: int) -> int:
+    """Number of data ranks over which ZeRO shares out the state."""
+    return data // config.parallel.replicas
+
+
 def count_members(config: RunConfig, data: int) -> dict[str, int]:
     """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
     context_ranks = config.parallel.context
     group_sizes = {"tensor": t, "context": context_ranks, "data": data, "pipeline": p}
-    return group_sizes | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
+    shards = count_shards(config, data)
+    group_sizes |= {"shard": shards, "replica": config.parallel.replicas, "tied": 2 * shards}
+    return group_sizes | {"stage": t * data, "model": t * p, "world": t * p * data}
 
 
 def count_sent_bytes(term: Term, ranks: int) -> float:
@@ -199,9 +209,9 @@ def list_step_terms(
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `stage_bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
-    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding and of
-    weights depends on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's
-    matrices; None: its mean.
+    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding, of
+    weights and of what replicas exchange depends on it, and the first rank sends most. tensor_rank: of the rank, for
+    the exact exchange of Muon's matrices; None: its mean.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
     bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
@@ -397,9 +407,10 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
         return 0
     # Muon has a group of its own for what it leaves to AdamW.
     embedding_group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
-    partition_size = round_up(sum(embedding_group.sizes), 2 * data) // data
+    shards = count_shards(config, data)
+    partition_size = round_up(sum(embedding_group.sizes), 2 * shards) // shards
     embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
-    return min(max(embedding - data_rank * partition_size, 0), partition_size)
+    return min(max(embedding - data_rank % shards * partition_size, 0), partition_size)
 
 
 def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Term]:
@@ -422,17 +433,27 @@ def _zero(
             Term("gradients", "data", "reduce-scatter", gradients, micro_batches),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
+    shards, group_kind = count_shards(config, data), "data" if p.replicas == 1 else "shard"
     # DeepSpeed also reduces over a group of one, but does not gather over it.
-    weights = _shared(config, data, held, settings, data_rank) if data > 1 else []
+    weights = _shared(config, data, held, settings, data_rank) if shards > 1 else []
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         bucket_calls = Counter(
             n for group_buckets in cut_gradients(config, data, held, settings) for n in group_buckets
         )
         summed = [
-            Term("gradients", "data", "reduce-scatter", n * FP32, bucket_calls[n] * (data > 1))
+            Term("gradients", group_kind, "reduce-scatter", n * FP32, bucket_calls[n] * (data > 1))
             for n in bucket_calls
         ]
+        # A slice of every bucket goes over the replicas, and on to its owners.
+        slice_calls = Counter[int]()
+        for n, calls in bucket_calls.items() if p.replicas > 1 else ():
+            slice_calls[(n // shards + (data_rank % shards < n % shards)) * FP32] += calls
+        for slice_bytes, calls in slice_calls.items():
+            summed += [
+                Term(ACROSS, "replica", "all-reduce", slice_bytes, calls),
+                Term(MOVED, "shard", "all-to-all", slice_bytes, calls),
+            ]
         return [*summed, *weights]
     group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
     # To every rank its part, without the padding.
@@ -454,7 +475,7 @@ def cut_gradients(
             for numbers in cut_into_buckets(ordered_sizes, bucket_limit)
         ]
         # DeepSpeed's padding is behind the last parameter.
-        group_buckets[0] += pad_flat(ordered_sizes, data) - sum(ordered_sizes)
+        group_buckets[0] += pad_flat(ordered_sizes, count_shards(config, data)) - sum(ordered_sizes)
         cut_groups.append(group_buckets)
     return cut_groups
 
@@ -466,8 +487,9 @@ def cut_weights(
 
     In the order of the forward pass: the first bucket of each group is read when that begins, or nearly.
     """
+    shards, bucket_limit = count_shards(config, data), _limit(settings, data)
     return [
-        cut_evenly(sizes, pad_flat(sizes, data), data, _limit(settings, data))
+        cut_evenly(sizes, pad_flat(sizes, shards), shards, bucket_limit)
         for sizes in _order_sizes(config, held)
     ]
 
@@ -476,9 +498,9 @@ def _limit(settings: Mapping[str, Any], data: int) -> int:
     return limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
 
 
-def pad_flat(sizes: Sequence[int], data: int) -> int:
-    """Elements of a flat buffer: DeepSpeed pads it to 4 bytes of bf16 on every rank."""
-    return round_up(sum(sizes), 2 * data)
+def pad_flat(sizes: Sequence[int], ranks: int) -> int:
+    """Elements of a flat buffer that ranks share out: DeepSpeed pads it to 4 bytes of bf16 on every rank."""
+    return round_up(sum(sizes), 2 * ranks)
 
 
 def _order_sizes(config: RunConfig, held: Stage) -> list[list[int]]:
@@ -498,14 +520,15 @@ def _shared(
     """Updated weights: even slices of every bucket are gathered. Each comes from the ranks that have updated it, unless
     these have updated equal parts."""
     e, sliced, given = count_element_bytes(config), Counter[int](), Counter[int]()
+    ranks, group_kind = count_shards(config, data), "data" if config.parallel.replicas == 1 else "shard"
     for group_buckets in cut_weights(config, data, held, settings):
         length = group_buckets[-1].stop
         for bucket in group_buckets:
-            sliced[len(bucket) // data] += 1
+            sliced[len(bucket) // ranks] += 1
             if len(group_buckets) > 1:
-                given[len(find_owned(bucket, length, data, data_rank))] += 1
+                given[len(find_owned(bucket, length, ranks, data_rank % ranks))] += 1
     return [
-        Term("weights", "data", collective, n * e, calls)
+        Term("weights", group_kind, collective, n * e, calls)
         for collective, counted in (("all-gather", sliced), ("all-to-all", given))
         for n, calls in counted.items()
     ]
@@ -529,7 +552,7 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
     if kind == "worker" and parallel_config.context > 1:
         for parameter_group in parameter_groups(config, held):
-            padded_size = round_up(sum(parameter_group.sizes), 2 * data) * FP32
+            padded_size = round_up(sum(parameter_group.sizes), 2 * count_shards(config, data)) * FP32
             terms.append(Term("gradients of a worker", "context", "all-reduce", padded_size, 1))
     return terms
 

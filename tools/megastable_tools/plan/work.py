@@ -238,7 +238,7 @@ def count_update(config: RunConfig, held: Stage, data: int, fused: bool) -> Oper
         sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
         for group in parameter_groups(config, held)
     )
-    return Operation("update", STREAM, 0, size / data, kernels=20)
+    return Operation("update", STREAM, 0, size / (data // config.parallel.replicas), kernels=20)
 
 
 def count_orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
