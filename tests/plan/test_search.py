@@ -43,11 +43,12 @@ def with_memory(bytes_: float) -> ClusterConfig:
 
 
 def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]:
-    """Every value of every setting that config/tree.py and the DeepSpeed files accept, without a thought."""
+    """Every value of every setting that config/tree.py and the DeepSpeed files accept, without a thought; but one
+    replica, as on one host."""
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, search.CONTEXT_BY, (False, True), range(4), search.RECOMPUTE, (False, True),
-        search.SCHEDULES, (1, *search.CHUNKS), range(1, base.train.global_batch + 1), (base.precision.fp8,),
+        search.SCHEDULES, (1, *search.CHUNKS), (1,), range(1, base.train.global_batch + 1), (base.precision.fp8,),
     )  # fmt: skip
     for choice in itertools.starmap(Choice, settings_):
         if (
@@ -108,6 +109,20 @@ def test_search_finds_what_trying_everything_finds(gpus: int, share: float) -> N
     for choice, seconds in legal.items():
         assert all(best[twin] <= seconds * (1 + 1e-12) for twin in twins_of(choice))
     assert found.plans[0].time.seconds == pytest.approx(min(legal.values()))
+
+
+@pytest.mark.parametrize(("gpus", "replicas"), [(512, 1), (4096, 512)])
+def test_a_replica_a_host_is_chosen_where_it_is_faster(gpus: int, replicas: int) -> None:
+    """A ring of thousands takes long, however little it carries; with replicas more goes over the network."""
+    given = ["model.vocab_size=32000", f"train.global_batch={2 * gpus}", "train.micro_batch=1", "parallel.tensor=1",
+             "parallel.sequence=false", "parallel.zero=1", "parallel.recompute=full"]  # fmt: skip
+    plan = search.plan_layout(recipe.load_recipe(ROOT / "launch/recipes/7b.yaml", given), gpus, H100)
+    chosen = search._choose_replicas(plan)
+    assert chosen.fits and chosen.layout.replicas == replicas
+    assert chosen.time.seconds < plan.time.seconds or replicas == 1
+    # A rank keeps more: the state is shared out over 8.
+    state = [{i.name: i.bytes for i in p.tightest.items}["fp32 master weights"] for p in (plan, chosen)]
+    assert state[1] == pytest.approx(replicas * state[0], rel=1e-3)
 
 
 def test_overrides_make_the_plan_of_the_recipe() -> None:

@@ -198,7 +198,7 @@ def _choose_replicas(found: LayoutPlan) -> LayoutPlan:
     layout, hosts = found.layout, found.layout.world // found.cluster.gpus_per_host
     replicas = max(hosts // layout.pipeline, 1)
     changed_config = None
-    if layout.data % replicas == 0:
+    if replicas > 1 and layout.data % replicas == 0:
         changed_config = apply_choice(found.config, Choice.of(found.config)._replace(replicas=replicas))
     changed_plan = changed_config and _judge(changed_config, layout.data, found.cluster)
     if changed_plan is None or not changed_plan.fits or changed_plan.tight > found.tight:
