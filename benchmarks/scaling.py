@@ -84,7 +84,9 @@ LAYOUTS = {
     "PP2xDP2 ZeRO 1 tied, in buckets": Case(4, PP2, {"tied": True}, zero=SMALL_BUCKETS),
     "DP4 in 2 replicas, in buckets": Case(4, {"replicas": 2}, zero=SMALL_BUCKETS),
     "DP6 in 2 replicas": Case(6, {"replicas": 2}, global_batch=6, micro_batch=1),
-    "PP2xDP4 in 2 replicas, tied, in buckets": Case(8, PP2 | {"replicas": 2}, {"tied": True}, zero=SMALL_BUCKETS),
+    "PP2xDP4 in 2 replicas, tied, in buckets": Case(
+        8, PP2 | {"replicas": 2}, {"tied": True}, zero=SMALL_BUCKETS
+    ),
     "TP2xDP2, all of it on both": Case(4, {"tensor": 2, "replicas": 2}),
     "DP2 ZeRO 2": Case(2, {"zero": 2}),
     "DP2 ZeRO 3": Case(2, {"zero": 3}),

@@ -193,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
-    parser.add_argument("--world", type=int, help="number of ranks (default: the fewest that it can be laid out on)")
+    parser.add_argument(
+        "--world", type=int, help="number of ranks (default: the fewest that it can be laid out on)"
+    )
     parser.add_argument(
         "--no-data", action="store_true", help="do not open the corpora, which lie on another host"
     )

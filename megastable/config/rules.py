@@ -121,8 +121,8 @@ def find_impossible(
 def _impossible_replicas(p: ParallelConfig, precision: str, o: OptimizerConfig) -> Iterator[str]:
     if (p.zero, precision) != (1, "bf16"):
         yield (
-            f"parallel.replicas={p.replicas} with parallel.zero={p.zero} and precision.kind={precision}: only ZeRO 1 in "
-            "bf16 has sums that are made in two steps; use parallel.zero=1 and precision.kind=bf16, or "
+            f"parallel.replicas={p.replicas} with parallel.zero={p.zero} and precision.kind={precision}: only ZeRO 1 "
+            "in bf16 has sums that are made in steps; use parallel.zero=1 and precision.kind=bf16, or "
             "parallel.replicas=1"
         )
     if o.name == "muon":

@@ -106,8 +106,8 @@ class ParallelConfig(Section):
 
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
-    is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1 needs
-    bf16, `zero` = 1 and an optimizer other than muon; `sequence` needs `tensor` above 1, which divides
+    is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1
+    needs bf16, `zero` = 1 and an optimizer other than muon; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
     of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1.
     """

@@ -99,7 +99,10 @@ class Engine:
             if config.parallel.zero < 3:
                 share_norm_weights(module)
             self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
-            with turn_refusals_into_config_errors(config.deepspeed), patches.share_among(topology.shard_group):
+            with (
+                turn_refusals_into_config_errors(config.deepspeed),
+                patches.share_among(topology.shard_group),
+            ):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
                     optimizer=build_optimizer(module, config.optimizer, m, self.kernels.compile),

@@ -70,7 +70,11 @@ class GradientSums:
         self.own = MicroBatchSums(o, engine.gradient_accumulation_steps, fragments, topology.layout.data)
         self._places = [(f.group, f.offset) for f in fragments]
         self._engine, self._watching = engine, watching
-        self._group, self._rank, self._shards = topology.shard_group, topology.shard_rank, topology.layout.shards
+        self._group, self._rank, self._shards = (
+            topology.shard_group,
+            topology.shard_rank,
+            topology.layout.shards,
+        )
         self._replicas, self._owners = topology.replica_group, topology.owner_group
         is_cuda = o.fp32_groups_gradient_flat_partition[0].is_cuda
         # On which a GPU waits for a bucket's message before the next one, and not where it computes.
@@ -150,8 +154,8 @@ class GradientSums:
         self._pass_on()
 
     def _pass_on(self, wait: bool = False) -> None:
-        """With replicas, begin the next message of every bucket whose last one is over, in their order. A GPU is told at
-        once to wait for it, elsewhere, so that all send in the same order. wait: for what is not over, too."""
+        """With replicas, begin the next message of every bucket whose last one is over, in their order. A GPU is told
+        at once to wait for it, elsewhere, so that all send in the same order. wait: for what is not over, too."""
         if self._replicas is None:
             return
         for earlier, later, begin in (

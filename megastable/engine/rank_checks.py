@@ -264,7 +264,9 @@ class Replicas:
         # Hundreds of small tensors take longer than a few large ones.
         is_flat = kind == COPIES and self.engine.config.parallel.zero < 3
         if kind in known and (is_flat or kind == SHARDS):
-            return fingerprint_tensors([torch.stack([known_mark.value for known_mark in known[kind].values()])])
+            return fingerprint_tensors(
+                [torch.stack([known_mark.value for known_mark in known[kind].values()])]
+            )
         return fingerprint_tensors(self.engine.zero.flat_weights if is_flat else self._held[kind]().values())
 
     def fingerprint_by_name(self, kind: str) -> dict[str, int]:

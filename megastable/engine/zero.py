@@ -193,7 +193,7 @@ class Wrapper(ABC):
 
     def flat_state(self) -> FlatState:
         """Masters and moments of this rank by parameter; see flatstate.py. Views: writing to them changes the state."""
-        fragments = []
+        fragments = list[Fragment]()
         for parameter in self.engine.module.parameters():
             placement = placement_of(parameter)
             group, offset, start, numel = self.place_parameter(parameter) or (0, 0, 0, 0)

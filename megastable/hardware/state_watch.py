@@ -202,7 +202,9 @@ class ReplicaWatch(Watch):
         """The kinds that are compared after `step`, before the next update: those that are read anyway always."""
         known_kinds = [COPIES, SHARDS] if self._state.on else [COPIES]
         compared_kinds = self.replicas.kinds if self.every else ()
-        return [copy_kind for copy_kind in compared_kinds if copy_kind in known_kinds or step % self.every == 0]
+        return [
+            copy_kind for copy_kind in compared_kinds if copy_kind in known_kinds or step % self.every == 0
+        ]
 
     def check_copies(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""

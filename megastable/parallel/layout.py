@@ -71,12 +71,18 @@ class Layout:
                 ]  # fmt: skip
             case "shard" | "replica":
                 data_groups = of_shard if axis == "shard" else of_replica
-                return [[self.rank_at(i, j, k) for j in members] for i in s for members in data_groups for k in t]
+                return [
+                    [self.rank_at(i, j, k) for j in members] for i in s for members in data_groups for k in t
+                ]
             case "copies":
-                return [[self.rank_at(i, j, k) for j in members for k in t] for i in s for members in of_replica]
+                return [
+                    [self.rank_at(i, j, k) for j in members for k in t] for i in s for members in of_replica
+                ]
             case "tied":
                 ends = (0, self.pipeline - 1)
-                return [[self.rank_at(i, j, k) for i in ends for j in members] for members in of_shard for k in t]
+                return [
+                    [self.rank_at(i, j, k) for i in ends for j in members] for members in of_shard for k in t
+                ]
             case "pipeline":
                 return [[self.rank_at(i, j, k) for i in s] for j in d for k in t]
         raise ValueError(f"no axis {axis!r}")

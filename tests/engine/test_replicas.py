@@ -124,7 +124,9 @@ def test_sums_in_two_steps_give_the_bytes_of_a_plain_reference(name: str) -> Non
         assert one["state"].keys() == other["state"].keys() and are_same(one["state"], other["state"])
         assert one["held"] == other["held"]
         if world < 8:  # each replica counts half of every shard, more or less
-            assert one["counted"] + other["counted"] == one["held"] and min(one["counted"], other["counted"]) > 0
+            assert (
+                one["counted"] + other["counted"] == one["held"] and min(one["counted"], other["counted"]) > 0
+            )
 
 
 class HeldWork:
@@ -210,9 +212,10 @@ def test_every_optimizer_and_clipping_counts_a_shard_once() -> None:
     for rank in run_ranks(4, update_by_all, 4):
         for name in KINDS:
             (told, state, norms), (alone, state_alone, norms_alone) = rank[name, 2], rank[name, 1]
-            # Parts of a norm are rounded in other places, and so are bf16 moments then; a shard that counts twice is far
-            # off.
-            assert told == pytest.approx(alone, rel=1e-4) and norms == pytest.approx(norms_alone, rel=2e-3), name
+            # Parts of a norm are rounded in other places, and so are bf16 moments then. What counts twice is far off.
+            assert told == pytest.approx(alone, rel=1e-4) and norms == pytest.approx(norms_alone, rel=2e-3), (
+                name
+            )
             assert any(kept < 0.99 for kept in told[2::3]) or name in ("low-moments", "adafactor")
             for part, tensor in state.items():
                 apart = float((tensor - state_alone[part]).norm() / state_alone[part].norm().clamp_min(1e-30))

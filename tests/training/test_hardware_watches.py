@@ -494,7 +494,9 @@ def test_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Path,
 
 
 @pytest.mark.slow
-def test_of_two_different_shards_the_step_done_again_shows_the_wrong_one(corpus: Path, tmp_path: Path) -> None:
+def test_of_two_different_shards_the_step_done_again_shows_the_wrong_one(
+    corpus: Path, tmp_path: Path
+) -> None:
     run = run_with(recipe(corpus, tmp_path / "run", "replicas2", "copies", 22), "replicas2",
                    partial(flip_memory, "master", (17,)), 1)  # fmt: skip
     assert [(e["step"], e["ranks"]) for e in run.iterate_events(ReplicasDiffer)] == [(20, [])]

@@ -139,7 +139,9 @@ def test_a_run_goes_on_with_another_number_of_replicas(
                 assert torch.equal(one, other), (name, kind)
             else:
                 assert float((one - other).norm()) < 0.02 * float(one.norm()), (name, kind)
-    losses = [records.read_newest_records(tmp_path / run / "steps").column("loss") for run in ("straight", "moved")]
+    losses = [
+        records.read_newest_records(tmp_path / run / "steps").column("loss") for run in ("straight", "moved")
+    ]
     assert losses[1].to_pylist() == pytest.approx(losses[0].to_pylist(), rel=0 if world == 2 else 1e-3)
 
 

@@ -197,13 +197,14 @@ def _choose_replicas(found: LayoutPlan) -> LayoutPlan:
     """A plan that fits, with a replica in every host if that is faster."""
     layout, hosts = found.layout, found.layout.world // found.cluster.gpus_per_host
     replicas = max(hosts // layout.pipeline, 1)
-    changed_config = None
-    if replicas > 1 and layout.data % replicas == 0:
-        changed_config = apply_choice(found.config, Choice.of(found.config)._replace(replicas=replicas))
-    changed_plan = changed_config and _judge(changed_config, layout.data, found.cluster)
-    if changed_plan is None or not changed_plan.fits or changed_plan.tight > found.tight:
+    if replicas == 1 or layout.data % replicas:
         return found
-    return min(found, changed_plan, key=lambda plan: plan.time.seconds)
+    changed_config = apply_choice(found.config, Choice.of(found.config)._replace(replicas=replicas))
+    if changed_config is None:
+        return found
+    changed_plan = _judge(changed_config, layout.data, found.cluster)
+    is_better = changed_plan.time.seconds < found.time.seconds and changed_plan.tight <= found.tight
+    return changed_plan if changed_plan.fits and is_better else found
 
 
 def _choose_chunks(found: LayoutPlan) -> LayoutPlan:
@@ -246,7 +247,9 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(*axes, recompute_way, is_kept, schedule, 1, 1, micro_batch, fp8_config)
+                        choice = Choice(
+                            *axes, recompute_way, is_kept, schedule, 1, 1, micro_batch, fp8_config
+                        )
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:

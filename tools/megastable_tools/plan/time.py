@@ -598,9 +598,17 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
         case "data":
             return t, d, group_starts
         case "shard":
-            return t, lay.shards, (start + first * t for start in group_starts for first in range(0, d, lay.shards))
+            return (
+                t,
+                lay.shards,
+                (start + first * t for start in group_starts for first in range(0, d, lay.shards)),
+            )
         case "replica":
-            return lay.shards * t, lay.replicas, (start + j * t for start in group_starts for j in range(lay.shards))
+            return (
+                lay.shards * t,
+                lay.replicas,
+                (start + j * t for start in group_starts for j in range(lay.shards)),
+            )
         case "stage":
             return 1, t * d, range(0, lay.world, t * d)
         case "pipeline":
