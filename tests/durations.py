@@ -33,6 +33,7 @@ _STARTS = "a process is started for every moment at which it is hit"
 _PROPERTY = "a property test of what no example can show"
 ALLOWED: dict[str, str] = {
     "tests/parallel/test_pairs.py::test_choices_in_fp32_are_the_plain_rules": _SHARED,
+    "tests/engine/test_replicas.py::test_sums_in_two_steps_give_the_bytes_of_a_plain_reference[dp4]": _SHARED,
     "tests/parallel/test_norm_gradients.py::test_one_message_for_all_norms_gives_the_bytes_of_one_each[2]": _SHARED,
     "tests/parallel/test_gathered_again.py::test_steps_that_gather_again_are_the_same_bytes[2]": _SHARED,
     "tests/parallel/test_overlapped.py::test_steps_with_messages_beside_the_products_are_the_same_bytes[quick]": (

@@ -21,13 +21,14 @@ from megastable.engine.local_gradients import (
     read_columns,
 )
 from megastable.hardware.gradient_watch import find_wrong_sums
+from megastable.parallel.layout import Layout
 
 SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
 
 
 def rank(d: int, ranks: int, tensor: int = 0) -> LocalGradients:
     topology: Any = SimpleNamespace(
-        layout=SimpleNamespace(data=ranks, tensor=2), data_rank=d, stage=0, tensor_rank=tensor
+        layout=Layout(tensor=2, data=ranks), data_rank=d, shard_rank=d, stage=0, tensor_rank=tensor
     )
     return LocalGradients(topology, torch.device("cpu"))
 
