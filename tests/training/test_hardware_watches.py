@@ -494,13 +494,17 @@ def test_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Path,
 
 
 @pytest.mark.slow
-def test_of_two_different_shards_the_step_done_again_shows_the_wrong_one(
-    corpus: Path, tmp_path: Path
+@pytest.mark.parametrize(("layout", "rank", "first"), [("replicas2", 1, []), ("replicas3-dp6", 3, [3])])
+def test_of_different_shards_the_step_done_again_shows_the_wrong_one(
+    layout: str, rank: int, first: list[int], corpus: Path, tmp_path: Path
 ) -> None:
-    run = run_with(recipe(corpus, tmp_path / "run", "replicas2", "copies", 22), "replicas2",
-                   partial(flip_memory, "master", (17,)), 1)  # fmt: skip
-    assert [(e["step"], e["ranks"]) for e in run.iterate_events(ReplicasDiffer)] == [(20, [])]
-    assert [(e["step"], e["ranks"]) for e in run.iterate_events(WrongCopy)] == [(20, [1])]
+    config, fault = (
+        recipe(corpus, tmp_path / "run", layout, "copies", 22),
+        partial(flip_memory, "master", (17,)),
+    )
+    run = run_with(config, layout, fault, rank)
+    assert [(e["step"], e["ranks"]) for e in run.iterate_events(ReplicasDiffer)] == [(20, first)]
+    assert [(e["step"], e["ranks"]) for e in run.iterate_events(WrongCopy)] == [(20, [rank])]
 
 
 @pytest.mark.slow
