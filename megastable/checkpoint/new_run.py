@@ -41,7 +41,7 @@ from megastable.checkpoint.whole import Described, describe_parameters
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.model import gpt
-from megastable.parallel.layout import Layout, cut_into_stages
+from megastable.parallel.layout import Layout, cut_into_stages, list_chunks
 from megastable.parallel.sharding import cut_shard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.directory import RunDirectory
@@ -164,12 +164,11 @@ def write_checkpoint(
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
     """The parameters of every pipeline stage; a tied weight counts in its first stage."""
     layers = gpt.list_layers(run.model, TensorParallel(), "none")
-    bounds = cut_into_stages([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
+    costs, is_block = [layer.cost for layer in layers], [layer.is_block for layer in layers]
+    bounds = cut_into_stages(costs, count * run.parallel.model_chunks, is_block)
+    stage_layers = [set(itertools.chain(*list_chunks(bounds, count, stage))) for stage in range(count)]
     held = describe_parameters(run.model)
-    return [
-        {name: d for name, d in held.items() if range_first <= d.layer < range_end}
-        for range_first, range_end in itertools.pairwise(bounds)
-    ]
+    return [{name: d for name, d in held.items() if d.layer in own_layers} for own_layers in stage_layers]
 
 
 def _write_stage(

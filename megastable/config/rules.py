@@ -52,6 +52,8 @@ def find_impossible(
             f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
             "them"
         )
+    if p.model_chunks > 1:
+        yield from _impossible_chunks(p, m.layers)
     if p.pipeline > m.layers:
         yield (
             f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
@@ -115,6 +117,24 @@ def find_impossible(
         yield (
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
+        )
+
+
+def _impossible_chunks(p: ParallelConfig, layers: int) -> Iterator[str]:
+    if p.pipeline == 1:
+        yield (
+            f"parallel.model_chunks={p.model_chunks} are chunks of the model on each of several stages: set "
+            "parallel.pipeline above 1, or leave it out"
+        )
+    elif p.pipeline <= layers < p.pipeline * p.model_chunks:
+        yield (
+            f"parallel.model_chunks={p.model_chunks} x parallel.pipeline={p.pipeline} needs at least one block a chunk, "
+            f"and model.layers={layers}: use fewer chunks, or fewer stages"
+        )
+    if p.schedule == "zero_bubble":
+        yield (
+            f"parallel.model_chunks={p.model_chunks} with parallel.schedule=zero_bubble: its order of weight gradients "
+            "is that of one chunk a stage; leave one of the two out"
         )
 
 

@@ -109,7 +109,8 @@ class ParallelConfig(Section):
     is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1
     needs bf16, `zero` = 1 and an optimizer other than muon; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
-    of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1.
+    of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1; `model_chunks` above 1 needs `pipeline` above 1
+    and `schedule` = `1f1b`, and `pipeline` x `model_chunks` is at most `model.layers`.
     """
 
     tensor: PositiveInt = 1
@@ -144,6 +145,10 @@ class ParallelConfig(Section):
     """Order of the passes on pipeline stages: `1f1b` (arXiv:2006.09503), or `zero_bubble`, ZB-H1 of arXiv:2401.10241:
     weight gradients of the blocks' layers are computed while a stage would wait. The same numbers, more memory on the
     later stages (docs/scaling.md#pipelines)."""
+
+    model_chunks: PositiveInt = 1
+    """Chunks of the model on each pipeline stage: above 1, interleaved 1F1B (arXiv:2104.04473, section 2.2.2). As
+    much less bubble, as many times the messages between stages, more memory (docs/scaling.md#pipelines). [chunks]"""
 
     @property
     def is_ring(self) -> bool:

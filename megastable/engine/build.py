@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from megastable.model.loss import LossFunction
 from megastable.model.sizes import matrix_elements
 from megastable.parallel.deferred_gradients import multiply_deferring
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.layout import Layout, cut_into_stages
+from megastable.parallel.layout import Layout, cut_into_stages, list_chunks
 from megastable.parallel.topology import ContextParallel, Topology
 
 
@@ -42,7 +43,7 @@ def build_model(
     if topology.layout.pipeline == 1:
         module = gpt.GPT(config.model, loss.tp, config.parallel.recompute, None, loss, kernels, cp, make)
     else:
-        module = _Pipeline(config, kernels, topology, loss, cp, make)
+        module = Pipeline(config, kernels, topology, loss, cp, make)
     initialise_weights(module, config.model, loss.tp, config.run.seed, topology.data_rank)
     return module
 
@@ -159,8 +160,26 @@ class _TiedSpec(TiedLayerSpec):
         self.layer, self.make = layer, make
 
 
-class _Pipeline(PipelineModule):
-    """A PipelineModule partitioned by `parallel.pipeline.partition`."""
+class _Chunk(nn.Module):
+    """Neighbouring layers of a stage."""
+
+    def __init__(self, layers: Sequence[Callable[[Any], Any]]) -> None:
+        super().__init__()
+        self._functions = layers
+        self._modules_of = nn.ModuleList(layer for layer in layers if isinstance(layer, nn.Module))
+
+    def forward(self, stream: Any) -> Any:
+        for layer in self._functions:
+            stream = layer(stream)
+        return stream
+
+
+class Pipeline(PipelineModule):
+    """A PipelineModule of one chunk of layers, or several, by `layout.cut_into_stages`.
+
+    chunks: of this stage; not registered, so that names of parameters are those of their layers. present: the number of
+    the one that `forward` calls, between steps the last.
+    """
 
     def __init__(
         self,
@@ -175,6 +194,8 @@ class _Pipeline(PipelineModule):
         head_class = gpt.LateHead if is_chunked else gpt.Head
         readout = gpt.Readout.from_config(config.model)
         tied_forward = readout.make_features if is_chunked else readout.tied_head
+        self.chunks: list[_Chunk] = []
+        self.present = config.parallel.model_chunks - 1
         self._layers = gpt.list_layers(config.model, loss.tp, recompute, kernels, head_class, cp)
         layer_specs: list[LayerSpec] = []
         for layer_index, layer in enumerate(self._layers):
@@ -190,6 +211,20 @@ class _Pipeline(PipelineModule):
 
     def _partition_layers(self, method: str = "") -> None:
         costs, is_block = [layer.cost for layer in self._layers], [layer.is_block for layer in self._layers]
-        self.parts = cut_into_stages(costs, self.num_stages, is_block)
-        own_stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(self.parts[own_stage], self.parts[own_stage + 1])
+        self.parts = cut_into_stages(costs, self.num_stages * (self.present + 1), is_block)
+        self._ranges = list_chunks(self.parts, self.num_stages, self.stage_id)
+
+    def _build(self) -> None:
+        for layer_range in self._ranges:
+            first_number = len(self.forward_funcs)
+            self._set_bounds(layer_range.start, layer_range.stop)
+            super()._build()
+            self.chunks.append(_Chunk(self.forward_funcs[first_number:]))
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer."""
+        return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
+
+    def forward(self, forward_input: gpt.Stream) -> Any:
+        """Of the present chunk."""
+        return self.chunks[self.present](forward_input)

@@ -29,11 +29,12 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
 from megastable.engine.adjustments import Adjustments, LogitClipping
-from megastable.engine.build import Mpu, build_model, turn_refusals_into_config_errors
+from megastable.engine.build import Mpu, Pipeline, build_model, turn_refusals_into_config_errors
 from megastable.engine.distributed import choose_device, silence_stdout
 from megastable.engine.elementwise_choice import keep_faster_parts
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
+from megastable.engine.interleaved import interleave_chunks
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.measured import DeviceClock, Judge, Measured
 from megastable.engine.numerics import NumericsSwitch, choose_kernels
@@ -91,13 +92,15 @@ class Engine:
         if self.kernels.elementwise:  # measured by one rank, so that all choose alike
             self.kernels = run_on_first(lambda: keep_faster_parts(self.kernels, config, self.device, timings))
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
+        channels = topology.make_channels() if p.model_chunks > 1 else None
         with silence_stdout():
             module = build_model(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)
             has_stages_in_fp8 = config.precision.fp8 is not None and layout.pipeline > 1
             sharing_group = topology.stage_group() if has_stages_in_fp8 else None
             self.fp8 = apply_fp8(module, config, self.kernels.fp8, sharing_group, self.device)
             if config.parallel.zero < 3:
-                share_norm_weights(module)
+                for chunk in module.chunks if isinstance(module, Pipeline) else [module]:
+                    share_norm_weights(chunk)
             self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
             with (
                 turn_refusals_into_config_errors(config.deepspeed),
@@ -123,6 +126,8 @@ class Engine:
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.disable_step_timers(self.ds)
+            if channels is not None:
+                interleave_chunks(self.ds, channels)
             patches.report_activities(self.ds)
             if p.schedule == "zero_bubble":
                 fill_bubbles(self.ds)

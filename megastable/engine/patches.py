@@ -136,23 +136,36 @@ def report_activities(engine: Any) -> None:
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
-def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
-    """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
-    with hooks."""
+Hop = tuple[int, int]  # of a message, at either end: this stage and the other; with model chunks, numbers of chunks
+
+
+def watch_messages(
+    own_stage: int, sent: Callable[[Tensor, Hop], None], received: Callable[[Tensor, Hop], None]
+) -> None:
+    """Show every message between stages, with its hop: before it is sent, and when it has arrived. Needless with
+    hooks."""
     # Another engine's may be there.
     real_send, real_receive = (getattr(function, "real", function) for function in (p2p.send, p2p.recv))
 
     def shown_send(tensor: Tensor, stage: int, *args: Any) -> Any:
-        sent(tensor, stage)
+        sent(tensor, (own_stage, stage))
         return real_send(tensor, stage, *args)
 
     def shown_receive(tensor: Tensor, stage: int, *args: Any) -> Any:
         receive_result = real_receive(tensor, stage, *args)
-        received(tensor, stage)
+        received(tensor, (own_stage, stage))
         return receive_result
 
     shown_send.real, shown_receive.real = real_send, real_receive  # type: ignore[attr-defined]
+    shown_send.watch, shown_receive.watch = sent, received  # type: ignore[attr-defined]
     p2p.send, p2p.recv = shown_send, shown_receive
+
+
+def show_message(end: Callable[..., Any], message: Tensor, hop: Hop) -> None:
+    """Show a message that went another way to what watches them, if anything does. end: DeepSpeed's function of this
+    end, p2p.send or p2p.recv."""
+    if (watch := getattr(end, "watch", None)) is not None:
+        watch(message, hop)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
+from megastable.engine.patches import Hop
 from megastable.engine.weight_gathers import WeightGathers
 from megastable.optim.adamw import OnePass
 from megastable.optim.clipping import Clipping, by_norm
@@ -41,26 +42,27 @@ HALF = (1 << 32) - 1  # of 64 bits, so that fp64 adds up a million of them witho
 
 
 class StageMessages:
-    """Of this rank, in the last step: fingerprints of all messages in their order, int64 [], by the other stage."""
+    """Of this rank, in the last step: fingerprints of all messages in their order, int64 [], by their hop: this stage
+    and the other, or their chunks of the model. Several chunks of one pair of ranks send in different orders."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stage: int) -> None:
         self._device = device
         self.begin_step()
-        patches.watch_messages(self._add_sent, self._add_received)
+        patches.watch_messages(stage, self._add_sent, self._add_received)
 
     def begin_step(self) -> None:
         """A step begins."""
-        self.sent: dict[int, Tensor] = defaultdict(self._none)
-        self.received: dict[int, Tensor] = defaultdict(self._none)
+        self.sent: dict[Hop, Tensor] = defaultdict(self._none)
+        self.received: dict[Hop, Tensor] = defaultdict(self._none)
 
     def _none(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
-    def _add_sent(self, message: Tensor, stage: int) -> None:
-        self.sent[stage] = self.sent[stage] * STEP + mark_of(message).value
+    def _add_sent(self, message: Tensor, hop: Hop) -> None:
+        self.sent[hop] = self.sent[hop] * STEP + mark_of(message).value
 
-    def _add_received(self, message: Tensor, stage: int) -> None:
-        self.received[stage] = self.received[stage] * STEP + mark_of(message).value
+    def _add_received(self, message: Tensor, hop: Hop) -> None:
+        self.received[hop] = self.received[hop] * STEP + mark_of(message).value
 
     @property
     def left(self) -> float:
@@ -68,9 +70,9 @@ class StageMessages:
         sent, received = (sum(map(_high, of.values()), self._none()) for of in (self.sent, self.received))
         return float(sent - received)
 
-    def by_stage(self) -> tuple[dict[int, int], dict[int, int]]:
+    def by_hop(self) -> tuple[dict[Hop, int], dict[Hop, int]]:
         """Sent and received."""
-        sent, received = ({s: int(_high(v)) for s, v in of.items()} for of in (self.sent, self.received))
+        sent, received = ({hop: int(_high(v)) for hop, v in of.items()} for of in (self.sent, self.received))
         return sent, received
 
 
@@ -139,7 +141,7 @@ class Wrapper(ABC):
         (`messages`), as far as that is wanted."""
         layout = self.topology.layout
         if config.messages and layout.pipeline > 1:
-            self.messages = StageMessages(self.device)
+            self.messages = StageMessages(self.device, self.topology.stage)
         if not config.gradients:
             return
         if layout.data > 1 and getattr(self.o, "reduce_scatter", True):

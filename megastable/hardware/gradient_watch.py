@@ -22,6 +22,7 @@ from megastable.data.loader import Step
 from megastable.engine.engine import Engine
 from megastable.engine.local_gradients import RankGradient, bound_rounding, read_columns
 from megastable.engine.measured import Measured
+from megastable.engine.patches import Hop
 from megastable.engine.rank_checks import Digest
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultLog, HardwareFault
@@ -245,12 +246,13 @@ class MessageWatch(Watch):
     def prove_doubts(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault:
         """Which one. Collective."""
         assert self.messages is not None
-        everyone, found = gather_objects(self.messages.by_stage()), dict[int, int]()  # sender, by receiver
+        everyone, found = gather_objects(self.messages.by_hop()), dict[int, int]()  # sender, by receiver
         for group_ranks in self.engine.topology.layout.list_groups("pipeline"):
-            for stage, rank in enumerate(group_ranks):
-                for other_stage, arrived_mark in everyone[rank][1].items():
-                    if everyone[group_ranks[other_stage]][0].get(stage) != arrived_mark:
-                        found[rank] = group_ranks[other_stage]
+            for rank in group_ranks:
+                for (chunk, other_chunk), arrived_mark in everyone[rank][1].items():
+                    sender_rank = group_ranks[other_chunk % len(group_ranks)]
+                    if everyone[sender_rank][0].get((other_chunk, chunk)) != arrived_mark:
+                        found[rank] = sender_rank
         name = self._faults.name_ranks
         pairs = [f"{name([to])} received from {name([sender_rank])}" for to, sender_rank in found.items()]
         what_differs = ", and what ".join(pairs) or "a stage received from another one"
@@ -349,22 +351,22 @@ class GradientWatch(Watch):
         recomputation, first_digest, sent = self._recomputation, self._digest(), self._sent()
         self.engine.measure_step(batch.micro_batches)
         computed_digests, sent_again = [[first_digest, self._digest()]], self._sent()
-        changed_stages = {stage for stage, sent_mark in sent.items() if sent_again.get(stage) != sent_mark}
+        changed_hops = {hop for hop, sent_mark in sent.items() if sent_again.get(hop) != sent_mark}
         for turn in range(1, 1 + recomputation.others):
             self.engine.measure_step(recomputation.read_turned(batch.positions, turn))
             computed_digests.append([self._digest()])
-        proof, moved_stages = recomputation.compare_results(computed_digests, changed_stages)
+        proof, moved_hops = recomputation.compare_results(computed_digests, changed_hops)
         if proof is None:
             return None
-        return recomputation.make_fault(self._find_origin(proof, moved_stages), step - 1, suspicion.reason)
+        return recomputation.make_fault(self._find_origin(proof, moved_hops), step - 1, suspicion.reason)
 
-    def _sent(self) -> dict[int, int]:
-        """Fingerprints of what was sent in the last pass, by the stage that received it."""
+    def _sent(self) -> dict[Hop, int]:
+        """Fingerprints of what was sent in the last pass, by hop."""
         stage_messages = self.engine.zero.messages
-        return {} if stage_messages is None else stage_messages.by_stage()[0]
+        return {} if stage_messages is None else stage_messages.by_hop()[0]
 
-    def _find_origin(self, proof: GradientFault, moved: Sequence[set[int]]) -> GradientFault:
-        """Those that may have caused it, in place of all whose gradient was another one. moved: by rank, stages to
+    def _find_origin(self, proof: GradientFault, moved: Sequence[set[Hop]]) -> GradientFault:
+        """Those that may have caused it, in place of all whose gradient was another one. moved: by rank, hops on
         which it sent something else."""
         rank_layout = self.engine.topology.layout
         if proof.product or (rank_layout.pipeline == 1 and not proof.lasting):

@@ -20,6 +20,7 @@ from megastable.base.reproducible import is_exact
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, MicroBatch, Step
 from megastable.engine.engine import Engine
+from megastable.engine.patches import Hop
 from megastable.engine.rank_checks import Digest, GradientDigest, digest_gradient, find_wrong_product
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultCounts, FaultLog, HardwareFault
@@ -86,21 +87,23 @@ def find_fault(
 
 
 def find_causes(
-    changed: Sequence[int], pipelines: Sequence[Sequence[int]], moved: Sequence[AbstractSet[int]], tied: bool
+    changed: Sequence[int], pipelines: Sequence[Sequence[int]], moved: Sequence[AbstractSet[Hop]], tied: bool
 ) -> tuple[int, ...]:
     """The ranks that may have computed wrong, of those of whose gradients the repetition gives another one.
 
     A wrong result of one stage changes the gradients of others. What each has received is what was sent, so the first
     stage that sent something else on has computed it; if none has, the last one that sent something else back, and
-    those after it whose gradient alone is another.
+    those after it whose gradient alone is another. With several chunks of the model on a stage the same is true of
+    chunks, which go round the stages.
 
-    pipelines: ranks, in the order of their stages. moved: by rank, the stages to which it sent something else. tied:
+    pipelines: ranks, in the order of their stages. moved: by rank, the hops on which it sent something else. tied:
     whether the first and the last stage add up gradients.
     """
     found_ranks: set[int] = set()
     for ranks in pipelines:
-        on = [s for s, rank in enumerate(ranks) if any(to > s for to in moved[rank])]
-        sent_back = [s for s, rank in enumerate(ranks) if any(to < s for to in moved[rank])]
+        moved_hops = {hop for rank in ranks for hop in moved[rank]}
+        on = [sender for sender, receiver in moved_hops if receiver > sender]
+        sent_back = [sender for sender, receiver in moved_hops if receiver < sender]
         changed_stages = {s for s, rank in enumerate(ranks) if rank in changed}
         if sent_back and tied and 0 in changed_stages:
             changed_stages.discard(len(ranks) - 1)  # its gradient has in it what that of the first stage is
@@ -112,7 +115,7 @@ def find_causes(
             }
         else:
             stages = changed_stages
-        found_ranks |= {ranks[s] for s in stages}
+        found_ranks |= {ranks[s % len(ranks)] for s in stages}
     return tuple(sorted(found_ranks)) or tuple(changed)
 
 

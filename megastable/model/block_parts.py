@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
 
 
 def share_norm_weights(module: nn.Module) -> None:
-    """Sum the gradients of the norms of `module`, a model or a stage of one, over the tensor group in one message per
+    """Sum the gradients of the norms of `module`, a model or a chunk of one, over the tensor group in one message per
     micro-batch, at the end of its backward pass, where by themselves they send one each.
 
     The whole module is called once per micro-batch. Not for ZeRO 3, which gathers a weight only where it is used.

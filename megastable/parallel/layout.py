@@ -148,6 +148,13 @@ def cut_into_stages(costs: Sequence[float], stages: int, required: Sequence[bool
     return stage_bounds[::-1]
 
 
+def list_chunks(bounds: Sequence[int], stages: int, stage: int) -> list[range]:
+    """The layers of each model chunk of a stage, of a model that `bounds` cut into stages x chunks ranges: they go
+    round the stages, one chunk each, then the next one."""
+    all_ranges = [range(*pair) for pair in pairwise(bounds)]
+    return all_ranges[stage::stages]
+
+
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements: a ring's latency grows with its ranks
 ALIGNED = 8  # elements: 16 bytes of bf16
 

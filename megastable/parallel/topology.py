@@ -13,12 +13,28 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megastable.base.collectives import gather_objects
 from megastable.parallel.layout import Layout, find_own_tokens
+
+CHANNEL = "messages between stages"  # what torch calls groups in which ranks only send and receive
+
+
+class Channels(NamedTuple):
+    """Groups of a pipeline's ranks, for activations to the next stage and gradients to the previous one, and for both
+    between the last stage and the first (`around`).
+
+    In each a rank has one to send to and one to receive from: messages arrive in their order, and none waits behind one
+    in the other direction, as NCCL would let it do, which orders all messages of two ranks.
+    """
+
+    activations: Any
+    gradients: Any
+    activations_around: Any
+    gradients_around: Any
 
 
 class Topology:
@@ -48,7 +64,7 @@ class Topology:
             # The ranks of the shard group once more: what they send here keeps no order with what they send there.
             self.owner_group = self._make_own_group("shard")
 
-    def _make_own_group(self, axis: str) -> Any:
+    def _make_own_group(self, axis: str, description: str | None = None) -> Any:
         """The new group along `axis` that this rank is in; None if it is in none. Collective.
 
         Every rank names every group of the axis, in the same order: torch names a group by how many there were before,
@@ -58,7 +74,7 @@ class Topology:
         """
         own_group = None
         for ranks in self.layout.list_groups(axis):
-            new_group = dist.new_group(ranks, timeout=self._timeout)
+            new_group = dist.new_group(ranks, timeout=self._timeout, group_desc=description)
             if self.rank in ranks:
                 own_group = new_group
         return own_group
@@ -71,6 +87,10 @@ class Topology:
         """A new group of the data ranks of this replica on the first and the last stage with this tensor rank; None on
         other stages. Needs two stages. Collective."""
         return self._make_own_group("tied")
+
+    def make_channels(self) -> Channels:
+        """New groups for the messages of model chunks. Before groups that only some stages have; needs two stages."""
+        return Channels(*(self._make_own_group("pipeline", CHANNEL) for _ in range(4)))
 
     @property
     def is_last_stage(self) -> bool:

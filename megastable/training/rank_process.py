@@ -23,6 +23,7 @@ from megastable.base.process import release_stops, spare_output
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.distributed import start_distributed, stop_distributed
+from megastable.parallel.topology import CHANNEL
 from megastable.run.directory import RunDirectory
 from megastable.run.membership import find_membership, find_tasks
 from megastable.run.rank_ipc import WorkBlock, attempt_of, host_name, pause_of, run_of
@@ -141,6 +142,8 @@ def count_collectives() -> dict[str, int]:
     entered_by_group: dict[str, int] = {}
     for process_group in process_groups:
         group_name = world.pg_names.get(process_group)
+        if process_group.group_desc == CHANNEL:
+            continue  # stages do not send equally often
         if group_name is None:
             continue  # torch is still making it, or ending it: it enters the group first and its name later
         entered = process_group._get_sequence_number_for_group()
