@@ -238,6 +238,7 @@ def layout_in_words(found: LayoutPlan) -> str:
     if p.tensor_overlap > 1:
         split += f" in {p.tensor_overlap} chunks"
     split += f", {p.replicas} replicas" if p.replicas > 1 else ""
+    split += f", {p.model_chunks} model chunks a stage" if p.model_chunks > 1 else ""
     split += ", zero-bubble schedule" if p.schedule == "zero_bubble" else ""
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
     return (
@@ -431,7 +432,8 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
             "context": lay.context, "context_by": c.parallel.context_by, "replicas": lay.replicas,
             "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
-            "schedule": c.parallel.schedule, "tensor_overlap": c.parallel.tensor_overlap,
+            "schedule": c.parallel.schedule, "model_chunks": c.parallel.model_chunks,
+            "tensor_overlap": c.parallel.tensor_overlap,
             "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,
         },

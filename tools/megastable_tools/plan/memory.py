@@ -15,21 +15,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears, keeps_weight_casts
 from megastable.optim.ownership import LIMIT
+from megastable.parallel.interleaved import list_passes
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
 from megastable_tools.plan.activations import FP32, PlannedKernels
 from megastable_tools.plan.updates import stage_matrices, update_cost_of
 from megastable_tools.plan.volume import (
+    list_chunk_blocks,
     Stage,
     count_element_bytes,
-    first_block,
     parameter_groups,
     parameter_sizes,
     round_up,
@@ -153,16 +155,17 @@ def list_footprints(
     steps = deepspeed_json.count_micro_batches(config, layout.world)
     footprints = []
     for stage in range(config.parallel.pipeline) if stages is None else stages:
-        held, first = stage_of(cut, stage), first_block(cut, stage)
-        flying = min(layout.pipeline - stage, steps)
+        chunk_blocks = list_chunk_blocks(cut, stage, config.parallel.model_chunks)
+        held, blocks = stage_of(cut, stage, len(chunk_blocks)), list(chain(*chunk_blocks))
+        flying = _count_flying(layout.pipeline, stage, tuple(map(len, chunk_blocks)), steps)
         groups = _flat(config, layout, held)
         memory_items = [
             *_state(config, layout, held, groups),
             *_exchanged(config, layout, held, groups, steps, zero),
             *_building(config, layout, held, groups),
-            *_activations(config, held, first, kernels, flying, block),
+            *_activations(config, held, blocks, kernels, flying, block),
             *_deferred(config, held, min(stage, steps - 1), kernels),
-            *_fp8_weights(config, held, first, kernels, flying),
+            *_fp8_weights(config, blocks, kernels, flying),
             *_ends(config, held),
             *_stages(config, layout, held, flying),
             *_scratch(config, layout, held, groups, kernels, device),
@@ -172,6 +175,41 @@ def list_footprints(
         found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
         footprints.append(Footprint(stage, found_items, _host(config, held, groups, layout)))
     return footprints
+
+
+class Flying(NamedTuple):
+    """What is in flight on a stage at most: passes of micro-batches, and blocks in them, of `held`; without the newest
+    pass `left` blocks."""
+
+    passes: int
+    blocks: int
+    left: int
+    held: int
+
+    def scale(self, stage_bytes: int) -> int:
+        """What the blocks in flight keep, if all of the stage keep `stage_bytes` of one micro-batch."""
+        return stage_bytes * self.blocks // self.held
+
+    def scale_rest(self, stage_bytes: int) -> int:
+        """As `scale`, without the newest pass."""
+        return stage_bytes * self.left // self.held
+
+
+@lru_cache(maxsize=4096)
+def _count_flying(stages: int, stage: int, chunk_blocks: tuple[int, ...], micro_batches: int) -> Flying:
+    """chunk_blocks: blocks of every chunk of the stage."""
+    held = sum(chunk_blocks)
+    if len(chunk_blocks) == 1:
+        passes = min(stages - stage, micro_batches)
+        return Flying(passes, passes * held, (passes - 1) * held, held)
+    passes = blocks = 0
+    most = Flying(0, 0, 0, held)
+    # Later micro-batches repeat what the first ones do.
+    for one_pass in list_passes(stages, stage, len(chunk_blocks), min(micro_batches, 2 * stages)):
+        sign, pass_blocks = 1 if one_pass.is_forward else -1, chunk_blocks[one_pass.chunk]
+        passes, blocks = passes + sign, blocks + sign * pass_blocks
+        most = max(most, Flying(passes, blocks, blocks - pass_blocks, held), key=lambda f: (f.blocks, f.passes))
+    return most
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
@@ -300,22 +338,24 @@ def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
 def _activations(
     config: RunConfig,
     held: Stage,
-    first: int,
+    blocks: Sequence[int],
     kernels: PlannedKernels,
-    flying: int,
+    flying: Flying,
     block: Sequence[activations.SavedOperation],
 ) -> Iterable[Item]:
-    """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
+    """Saved activations of the passes in flight, and the temporary memory of the backward pass. blocks: the numbers of
+    the stage's."""
     z, back = activations.shape_sizes_of(config), "gradients on their way back"
     for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
         linear_name = activations.INPUTS.get(saved_tensor.name)
-        fp8_block_count = fp8_blocks(config, first, held.blocks, linear_name) if linear_name else 0
+        fp8_block_count = fp8_blocks(config, blocks, linear_name) if linear_name else 0
         fp8_bytes = activations.in_fp8(config, saved_tensor, kernels.gpu)
         each = saved_tensor.bytes * held.blocks + fp8_bytes * fp8_block_count
-        yield Item("activations", saved_tensor.name, each * flying, WAITING)
+        most, ending, one_block = flying.scale(each), flying.scale_rest(each), each // held.blocks
+        yield Item("activations", saved_tensor.name, most, WAITING)
         # Before the last block only that one is missing; at the end of a backward pass the first one is left.
-        yield Item("activations", saved_tensor.name, each * flying - each // held.blocks, ("watch",))
-        yield Item("activations", saved_tensor.name, each * (flying - 1) + each // held.blocks, ("end",))
+        yield Item("activations", saved_tensor.name, most - one_block, ("watch",))
+        yield Item("activations", saved_tensor.name, ending + one_block, ("end",))
     stream = z.stream * z.e
     yield Item("activations", "input of the last block", stream, ("watch",))
     block_bytes = beside_bytes = activations.count_backward_bytes(block) + stream
@@ -349,7 +389,7 @@ def _deferred(config: RunConfig, held: Stage, left: int, kernels: PlannedKernels
 
 
 def _fp8_weights(
-    config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
+    config: RunConfig, blocks: Sequence[int], kernels: PlannedKernels, flying: Flying
 ) -> Iterable[Item]:
     """FP8 copies of weights, by the first micro-batch for all. Transformer Engine's, a byte per element for each of two
     layouts (on Blackwell one is enough), stay from step to step; the emulation's, of one layout, until the step's
@@ -361,32 +401,32 @@ def _fp8_weights(
     is_emulated = fp8.backend == "emulated" or not kernels.gpu
     one = parameter_sizes(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
 
-    def copies(begin: int, blocks: int) -> int:
+    def copies(block_numbers: Sequence[int]) -> int:
         linears = zip(LINEARS, one, strict=True)
         layouts = 1 if is_emulated else 2
-        return sum(layouts * n * fp8_blocks(config, begin, blocks, linear) for linear, n in linears)
+        return sum(layouts * n * fp8_blocks(config, block_numbers, linear) for linear, n in linears)
 
     if keeps_weight_casts(config):
-        yield Item("weights", name, copies(first, held.blocks), PASSES if is_emulated else STEP)
+        yield Item("weights", name, copies(blocks), PASSES if is_emulated else STEP)
         return
     if is_emulated:
         return
     if config.parallel.recompute == "full":  # those of the recomputed block
-        end = first + held.blocks
         # All blocks alike, except those with layers kept out of FP8.
-        checked_blocks = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
-        most_bytes = max((copies(block_number, 1) for block_number in checked_blocks), default=0)
+        in_fp8 = [block_number for block_number in blocks if block_number >= fp8.keep_first]
+        checked_blocks = blocks if fp8.keep else (in_fp8 or blocks)[:1]
+        most_bytes = max((copies([block_number]) for block_number in checked_blocks), default=0)
         yield Item("activations", name, most_bytes, ("backward",))
-        yield Item("activations", name, copies(first, 1), ("end",))
+        yield Item("activations", name, copies(blocks[:1]), ("end",))
         return
-    each = copies(first, held.blocks)
-    yield Item("activations", name, each * flying, ("watch", *WAITING))
-    yield Item("activations", name, each * (flying - 1) + copies(first, 1), ("end",))
+    each = copies(blocks)
+    yield Item("activations", name, flying.scale(each), ("watch", *WAITING))
+    yield Item("activations", name, flying.scale_rest(each) + copies(blocks[:1]), ("end",))
 
 
-def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
-    """Number of `blocks` blocks from `first` on in which this linear layer, of `LINEARS`, computes in FP8."""
-    return sum(linear in fp8_linears(config, block_number) for block_number in range(first, first + blocks))
+def fp8_blocks(config: RunConfig, blocks: Iterable[int], linear: str) -> int:
+    """Number of these blocks in which this linear layer, of `LINEARS`, computes in FP8."""
+    return sum(linear in fp8_linears(config, block_number) for block_number in blocks)
 
 
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
@@ -437,19 +477,25 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     yield Item("logits", "gradients of the features", 2 * feature_bytes, ("head",))
 
 
-def _stages(config: RunConfig, layout: Layout, held: Stage, flying: int) -> Iterable[Item]:
+def _stages(config: RunConfig, layout: Layout, held: Stage, flying: Flying) -> Iterable[Item]:
     """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
     if layout.pipeline == 1:
         return
     z = activations.shape_sizes_of(config)
-    stream_bytes, buffers = z.stream * z.e, max(2, flying)
+    stream_bytes, buffers = z.stream * z.e, max(2, flying.passes)
+    if config.parallel.model_chunks > 1:
+        # One more is received, and as many as there are stages may still be on their way to the next one, and back.
+        yield Item("buffers", "a chunk's inputs", (flying.passes + 1) * stream_bytes, PASSES)
+        yield Item("buffers", "a chunk's outputs", flying.passes * stream_bytes, PASSES)
+        yield Item("buffers", "gradients of a chunk's inputs", (layout.pipeline + 1) * stream_bytes, PASSES)
+        return
     yield Item("buffers", "received into", stream_bytes * (2 - held.first - held.last))
     if not held.first:
         yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * stream_bytes)
     if held.last:
         yield Item("buffers", "a stage's outputs", buffers * z.N * z.h * z.e)
     else:
-        yield Item("buffers", "a stage's outputs", flying * stream_bytes, PASSES)
+        yield Item("buffers", "a stage's outputs", flying.passes * stream_bytes, PASSES)
 
 
 def _scratch(

@@ -41,10 +41,11 @@ Way = Literal["ulysses", "ring"]
 CONTEXT_BY: tuple[Way, ...] = ("ulysses", "ring")
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zero_bubble"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zero_bubble")
+Order = tuple[Schedule, int]  # and chunks of the model on a stage
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO = (1, 2, 3)
 CHUNKS = (2, 4, 8)
+ORDERS: tuple[Order, ...] = (("1f1b", 1), ("zero_bubble", 1), *(("1f1b", chunks) for chunks in CHUNKS))
 GIB = 2**30
 HEADROOM = 0.05  # of usable memory: the error of the memory formulas (docs/planning.md)
 
@@ -61,6 +62,7 @@ class Choice(NamedTuple):
     recompute: Recompute
     keep_gathered: bool
     schedule: Schedule
+    model_chunks: int
     tensor_overlap: int
     replicas: int
     micro_batch: int
@@ -237,7 +239,7 @@ def _judged(
     first that is not tight; with `keep_gathered` first, and without it unless nothing is recomputed.
     """
     for fp8_config in precisions:
-        for axes, micro_batches, schedule in _schedule_families(config, gpus):
+        for axes, micro_batches, order in _schedule_families(config, gpus):
             is_sequence = axes[4]
             ways_kept: dict[bool, list[Recompute]] = {
                 True: ["none", "selective"] if is_sequence else [],
@@ -248,7 +250,7 @@ def _judged(
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
                         choice = Choice(
-                            *axes, recompute_way, is_kept, schedule, 1, 1, micro_batch, fp8_config
+                            *axes, recompute_way, is_kept, *order, 1, 1, micro_batch, fp8_config
                         )
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
@@ -261,11 +263,11 @@ def _judged(
                             recompute_ways.remove(recompute_way)
 
 
-def _schedule_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...], Schedule]]:
-    """`list_families`, those with pipeline stages by every schedule."""
+def _schedule_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...], Order]]:
+    """`list_families`, those with pipeline stages by every schedule, and in chunks of the model."""
     for axes, micro_batches in list_families(config, gpus):
-        for schedule in SCHEDULES if axes[1] > 1 else SCHEDULES[:1]:
-            yield axes, micro_batches, schedule
+        for order in ORDERS if axes[1] > 1 else ORDERS[:1]:
+            yield axes, micro_batches, order
 
 
 def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
@@ -401,6 +403,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(keep_gathered=False)] if own.keep_gathered else [],
         [own._replace(schedule="1f1b")] if own.schedule != "1f1b" else [],
         [own._replace(replicas=n) for n in reversed(list_divisors(own.replicas)) if n < own.replicas],
+        [own._replace(model_chunks=n) for n in reversed(range(1, own.model_chunks))],
         [own._replace(zero=zero_stage, replicas=1) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
@@ -425,15 +428,16 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
 
 
 @lru_cache(maxsize=1024)
-def critical_stages(cut: Sequence[int]) -> tuple[int, ...]:
+def critical_stages(cut: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
     """Stages among which the tightest must be: the first, the last, and the first and the last one of every size in
     between: later stages of the same size have fewer micro-batches in flight, and in ZB-H1 more weight gradients left.
+    chunks: of a stage.
     """
-    last_stage = len(cut) - 2
-    first_by_size: dict[int, int] = {}
-    last_by_size: dict[int, int] = {}
+    last_stage = (len(cut) - 1) // chunks - 1
+    first_by_size: dict[tuple[int, ...], int] = {}
+    last_by_size: dict[tuple[int, ...], int] = {}
     for stage_number in range(1, last_stage):
-        stage_size = cut[stage_number + 1] - cut[stage_number]
+        stage_size = tuple(map(len, volume.list_chunk_blocks(cut, stage_number, chunks)))
         first_by_size.setdefault(stage_size, stage_number)
         last_by_size[stage_size] = stage_number
     return tuple(sorted({0, last_stage, *first_by_size.values(), *last_by_size.values()}))
@@ -444,7 +448,8 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
     cut = tuple(volume.stage_bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    footprints = list_footprints(config, layout, device=device, cut=cut, stages=critical_stages(cut))
+    stages = critical_stages(cut, config.parallel.model_chunks)
+    footprints = list_footprints(config, layout, device=device, cut=cut, stages=stages)
     return LayoutPlan(config, layout, cluster, tuple(footprints))
 
 

@@ -23,12 +23,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from megastable.base.errors import ConfigError
 from megastable.config.rules import writes_scores
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import flops_per_token, fp8_linears
+from megastable.model.sizes import flops_per_token, fp8_linears, layer_costs
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume, work
 from megastable_tools.plan.activations import shape_sizes_of
@@ -251,15 +252,17 @@ class _Prediction:
         ]
         if stage_count > 1:
             because = f"a micro-batch on each of the other stages; the slowest, number {dearest}, waits"
-            if self.others.virtual > 1:
-                because += f"; in {self.others.virtual} parts"
-            bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / self.others.virtual
+            chunks = max(self.others.virtual, c.parallel.model_chunks)
+            if chunks > 1:
+                because += f"; in {chunks} chunks"
+            bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / chunks
+            bubble_seconds += stage_seconds[dearest] * self._count_waits()
             if c.parallel.schedule == "zero_bubble":
                 bubble_seconds = max(0.0, bubble_seconds - self._count_filled(dearest))
                 because += ", and computes weight gradients"
             time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
         time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
-        held_stage = volume.stage_of(self.cut, dearest)
+        held_stage = self.held[dearest][0]
         update = work.count_update(
             c, held_stage, self.layout.data, self.fused or self.cluster.device == "cpu"
         )
@@ -282,6 +285,19 @@ class _Prediction:
             price=self.cluster.dollars_per_gpu_hour,
         )
 
+    def _count_waits(self) -> float:
+        """Micro-batches for which the slowest stage waits in the middle of a step, in chunks of the model: for those
+        that are missing from the last round of all stages, and in every round for the stage with the slowest chunk."""
+        stages, chunks = self.config.parallel.pipeline, self.config.parallel.model_chunks
+        if chunks == 1:
+            return 0.0
+        layer_prices = [cost for cost, _ in layer_costs(self.config.model)]
+        prices = [sum(layer_prices[begin:end]) for begin, end in pairwise(self.cut)]
+        rounds_price = sum(max(prices[first : first + stages]) for first in range(0, len(prices), stages))
+        uneven_share = rounds_price / max(sum(prices[stage::stages]) for stage in range(stages)) - 1
+        missing_batches = -self.micro_batches % stages
+        return missing_batches * (1 - 1 / chunks) + self.micro_batches * uneven_share
+
     def _count_filled(self, dearest: int) -> float:
         """Seconds of the bubble of 1F1B that ZB-H1 fills with weight gradients. With fewer micro-batches than stages
         not all stages can leave one for later."""
@@ -303,9 +319,10 @@ class _Prediction:
 
     def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[BlockKind, int], ...]]:
         """The layers of a stage, and the number of its blocks by kind."""
-        held = volume.stage_of(self.cut, stage)
-        first_block = volume.first_block(self.cut, stage)
-        counted = Counter(self._kind(number) for number in range(first_block, first_block + held.blocks))
+        chunks = self.config.parallel.model_chunks
+        held = volume.stage_of(self.cut, stage, chunks)
+        numbers = chain(*volume.list_chunk_blocks(self.cut, stage, chunks))
+        counted = Counter(self._kind(number) for number in numbers)
         return held, tuple(sorted(counted.items(), key=lambda item: (sorted(item[0].eight), item[0].like)))
 
     def _kind(self, number: int) -> BlockKind:
@@ -422,6 +439,12 @@ class _Prediction:
                 beside_seconds = min(computing, attention_seconds * (context_ranks - 1) / context_ranks)
             moving_seconds = self._moving(terms) / n
             seconds, hidden = self._hide(moving_seconds, beside_seconds, is_hidden)
+            if group_name == "pipeline" and self.config.parallel.model_chunks > 1:
+                # Messages of chunks are waited for while the pipeline fills and drains, otherwise they have a pass.
+                awaited_count = 2 * (self.layout.pipeline * self.config.parallel.model_chunks - 1)
+                awaited_share = min(1.0, awaited_count / sum(term.calls for term in terms))
+                _, hidden = self._hide(moving_seconds * (1 - awaited_share), computing, True)
+                seconds = moving_seconds - hidden
             if group_name == "tensor" and self.others == DEEPSPEED:
                 hidden = self._hide_tensor(stage)
                 seconds = moving_seconds - hidden
@@ -484,7 +507,7 @@ class _Prediction:
     def _count_early_share(self, stage: int) -> float:
         """Share of the gradients in buckets that are complete before the backward pass is over."""
         cut_groups = volume.cut_gradients(
-            self.config, self.layout.data, volume.stage_of(self.cut, stage), self.zero
+            self.config, self.layout.data, self.held[stage][0], self.zero
         )
         return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
 

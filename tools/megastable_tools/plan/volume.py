@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -28,6 +29,7 @@ from megastable.parallel.layout import (
     cut_into_stages,
     find_owned,
     limit_bucket,
+    list_chunks,
 )
 from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
@@ -97,8 +99,8 @@ def count_sent_bytes(term: Term, ranks: int) -> float:
 
 
 def stage_bounds(config: RunConfig) -> list[int]:
-    """Bounds of the stages in the list of layers (embedding, blocks, final norm, head)."""
-    return list(_bounds(config.model, config.parallel.pipeline))
+    """Bounds of the stages, or of their chunks, in the list of layers (embedding, blocks, final norm, head)."""
+    return list(_bounds(config.model, config.parallel.pipeline * config.parallel.model_chunks))
 
 
 @lru_cache(maxsize=256)  # the layout search asks repeatedly
@@ -116,16 +118,19 @@ class Stage:
     last: bool
 
 
-def stage_of(cut: Sequence[int], stage: int) -> Stage:
-    """Stage `stage` of layers partitioned by `cut`, from `stage_bounds`."""
-    last_stage = len(cut) - 2
-    end_layers = (stage == 0) + 2 * (stage == last_stage)  # embedding; final norm and head
-    return Stage(cut[stage + 1] - cut[stage] - end_layers, stage == 0, stage == last_stage)
+def stage_of(cut: Sequence[int], stage: int, chunks: int = 1) -> Stage:
+    """Stage `stage` of layers partitioned by `cut`, from `stage_bounds`, into stages of so many chunks."""
+    stages = (len(cut) - 1) // chunks
+    return Stage(sum(map(len, list_chunk_blocks(cut, stage, chunks))), stage == 0, stage == stages - 1)
 
 
-def first_block(cut: Sequence[int], stage: int) -> int:
-    """The number of the first block of a stage; the embedding precedes block 0."""
-    return max(cut[stage] - 1, 0)
+def list_chunk_blocks(cut: Sequence[int], stage: int, chunks: int = 1) -> list[range]:
+    """The numbers of the blocks of every chunk of a stage. The embedding precedes block 0; final norm and head come
+    last."""
+    return [
+        range(max(layers.start - 1, 0), min(layers.stop, cut[-1] - 2) - 1)
+        for layers in list_chunks(cut, (len(cut) - 1) // chunks, stage)
+    ]
 
 
 def needs_product(model: ModelConfig, block: int) -> bool:
@@ -217,8 +222,9 @@ def list_step_terms(
     bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
     bytes.
     """
-    held = stage_of(cut, stage)
-    terms = _activations(config, data, held, first_block(cut, stage), loss, elements)
+    chunks = config.parallel.model_chunks
+    held = stage_of(cut, stage, chunks)
+    terms = _activations(config, data, held, list_chunk_blocks(cut, stage, chunks), loss, elements)
     terms += _context(config, data, held)
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
@@ -254,9 +260,9 @@ def count_element_bytes(config: RunConfig) -> int:
 
 
 def _activations(
-    config: RunConfig, data: int, held: Stage, first: int, loss: str, elements: int
+    config: RunConfig, data: int, held: Stage, chunk_blocks: Sequence[range], loss: str, elements: int
 ) -> list[Term]:
-    """Tensor parallelism, in every micro-batch. first: number of the first block."""
+    """Tensor parallelism, in every micro-batch. chunk_blocks: of `list_chunk_blocks`."""
     m, parallel_config = config.model, config.parallel
     tensor_ranks, blocks = parallel_config.tensor, held.blocks
     if tensor_ranks == 1:
@@ -268,7 +274,8 @@ def _activations(
     is_full = parallel_config.recompute == "full"
     # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
     # block's last product is not reduced again.
-    recomputed_products = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
+    numbers = list(chain(*chunk_blocks))
+    recomputed_products = sum(1 + needs_product(m, block) for block in numbers)
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
     entered_again, left_again = (2 * blocks, recomputed_products) if is_full else (0, 0)
@@ -278,7 +285,7 @@ def _activations(
 
     if parallel_config.sequence:
         # Calls of the layers that send in chunks: column-parallel ones, row-parallel ones, and of those the recomputed.
-        cut = {n: cut_linears(config, fp8_linears(config, n)) for n in range(first, first + blocks)}
+        cut = {n: cut_linears(config, fp8_linears(config, n)) for n in numbers}
         columns, rows = (sum(len(linears & side) for linears in cut.values()) for side in (COLUMNS, ROWS))
         rows_again = sum(
             len(linears & ROWS) - ("mlp.down" in linears and not needs_product(m, n))
@@ -320,15 +327,18 @@ def _activations(
         # The mean squares of queries and keys, and their gradients.
         terms.append(tensor("QK-norm", "all-reduce", own_tokens * FP32, (6 if is_full else 4) * blocks))
     # With sequence parallelism every rank norms only its part of the tokens; queries and keys are its own anyway.
-    norm_widths = (
-        [m.hidden] * parallel_config.sequence * ((4 if m.norms == "both" else 2) * blocks + held.last)
-    )
-    norm_widths += [m.head_width] * (2 * blocks) * (m.qk_norm is True)
-    if parallel_config.zero == 3:
-        width_counts = Counter(norm_widths).items()
-        terms += [tensor("gradients of norms", "all-reduce", width * FP32, n) for width, n in width_counts]
-    elif norm_widths:
-        terms.append(tensor("gradients of norms", "all-reduce", sum(norm_widths) * FP32, 1))
+    for chunk_number, chunk in enumerate(chunk_blocks):
+        has_final_norm = held.last and chunk_number == len(chunk_blocks) - 1
+        norm_counts = (4 if m.norms == "both" else 2) * len(chunk) + has_final_norm
+        norm_widths = [m.hidden] * parallel_config.sequence * norm_counts
+        norm_widths += [m.head_width] * (2 * len(chunk)) * (m.qk_norm is True)
+        if parallel_config.zero == 3:
+            width_counts = Counter(norm_widths).items()
+            terms += [
+                tensor("gradients of norms", "all-reduce", width * FP32, n) for width, n in width_counts
+            ]
+        elif norm_widths:
+            terms.append(tensor("gradients of norms", "all-reduce", sum(norm_widths) * FP32, 1))
     if held.last:
         terms += [tensor("loss", *term_parts) for term_parts in _loss(config, own_tokens, loss, elements)]
     return terms
@@ -378,7 +388,7 @@ def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tupl
 
 
 def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
-    """Pipeline parallelism, 1F1B or any other order: traffic across the ends of a stage."""
+    """Pipeline parallelism, 1F1B or any other order: traffic across the ends of a stage's chunks."""
     model_config, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
@@ -386,7 +396,7 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     whole_tokens = model_config.sequence_length * config.train.micro_batch
     whole_bytes = count_tokens(config) * model_config.hidden * count_element_bytes(config)
     stream_bytes = whole_bytes // (p.tensor if p.sequence else 1)
-    forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
+    forth, back = (steps * (p.model_chunks - is_end) for is_end in (held.last, held.first))  # behind and before it
     documents_apart = config.data.keep_documents_apart
     return [
         Term("activations", "pipeline", "send", stream_bytes, forth),
