@@ -42,6 +42,7 @@ SMALL_BUCKETS = {
 
 
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
+CHUNKS2 = {"model_chunks": 2}
 Case = partial(
     LayoutCase, zero=SMALL_BUCKETS,
     base={"model": MODEL, "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False}},
@@ -100,6 +101,12 @@ LAYOUTS = {
         4, SP2 | PP2 | ZERO_BUBBLE | {"tensor_overlap": 4}, accumulation=4
     ),
     "PP2 zero-bubble, compiled": Case(2, PP2 | ZERO_BUBBLE, accumulation=4, kernels={"compile": True}),
+    "PP2 in two model chunks": Case(2, PP2 | CHUNKS2, accumulation=4),
+    "PP2 full in two model chunks": Case(2, PP2 | CHUNKS2 | {"recompute": "full"}, accumulation=4),
+    "TP2+SPxPP2 selective in two model chunks": Case(
+        4, SP2 | PP2 | CHUNKS2 | {"recompute": "selective"}, accumulation=4
+    ),
+    "PP4 in two model chunks": Case(4, {"pipeline": 4} | CHUNKS2, {"layers": 8}, accumulation=8),
     "PP2 full": Case(2, PP2 | {"recompute": "full"}, accumulation=4),
     "DP2 ZeRO 1": Case(2),
     "DP4 in 2 replicas": Case(4, {"replicas": 2}),

@@ -75,6 +75,10 @@ LAYOUTS = {
     "PP2": Case(2, PP2),
     "PP2 tied": Case(2, PP2, {"tied": True}),
     "PP4": Case(4, {"pipeline": 4}),
+    "PP4 in two model chunks": Case(4, {"pipeline": 4, "model_chunks": 2}, {"layers": 8}),
+    "TP2+SPxPP2 tied in two model chunks": Case(
+        4, SP2 | PP2 | {"model_chunks": 2}, {"layers": 5, "tied": True}, apart=True
+    ),
     "TP2+SPxPP2 zero-bubble": Case(4, SP2 | PP2 | {"schedule": "zero_bubble"}),
     "TP2+SPxPP2 zero-bubble in chunks": Case(
         4, SP2 | PP2 | {"schedule": "zero_bubble", "tensor_overlap": 2, "recompute": "full"}, MIXED

@@ -120,6 +120,29 @@ def test_what_a_stage_sends_the_next_one_receives(stages: int, apart: bool, sequ
     assert volume.count_micro_batches(c, 2) == 16
 
 
+@given(st.integers(2, 4), st.integers(2, 4), st.booleans())
+def test_model_chunks_send_as_many_times_what_stages_send(stages: int, chunks: int, sequence: bool) -> None:
+    """Between all chunks, round the stages; norms' gradients go by chunk, in as many bytes."""
+    shape = {"model": {"layers": 16, "qk_norm": True}, "pipeline": stages}
+    shape |= {"tensor": 2, "sequence": True} if sequence else {"tensor": 2}
+    plain, cut = (
+        [terms(config(**shape, **more), 2, stage) for stage in range(stages)]
+        for more in ({}, {"model_chunks": chunks})
+    )
+
+    def count(found: list[list[volume.Term]], what: str, collective: str, group: str) -> tuple[int, int]:
+        chosen = [t for of_stage in found for t in of_stage if (t.what, t.collective, t.group) == (what, collective, group)]
+        return sum(t.calls for t in chosen), sum(t.total for t in chosen)
+
+    for what, collective in (("activations", "send"), ("activations", "receive"), ("their gradients", "send")):
+        calls, size = count(cut, what, collective, "pipeline")
+        assert calls == 16 * (stages * chunks - 1)
+        assert size * (stages - 1) == count(plain, what, collective, "pipeline")[1] * (stages * chunks - 1)
+    norms = "gradients of norms", "all-reduce", "tensor"
+    assert count(cut, *norms)[0] == chunks * count(plain, *norms)[0]
+    assert count(cut, *norms)[1] == count(plain, *norms)[1]
+
+
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
 @pytest.mark.parametrize(("kv_heads", "sent"), [(8, 8), (4, 4), (2, 4)])  # of two, each goes to two ranks
 def test_context_parallelism_exchanges_tokens_for_heads(
@@ -175,6 +198,7 @@ def test_a_ring_sends_keys_and_values_round_and_their_gradients_in_fp32(recomput
         "TP2xDP2, all of it on both",
         "DP4 ZeRO 2",
         "TP2+SPxPP2 tied full",
+        "TP2+SPxPP2 tied in two model chunks",
         "TP2+SPxPP2 zero-bubble",
         "TP2+SPxPP2 zero-bubble in chunks",
         "PP2xDP3 tied",

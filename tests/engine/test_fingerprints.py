@@ -40,17 +40,17 @@ def test_are_equal_sees_one_bit_of_one_among_very_many(print_: int, bit: int) ->
 def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StageMessages:
     if request.param == "gpu":
         monkeypatch.setattr(zero, "mark_of", lambda x: Mark("cuda", fingerprint_tensors([x])))
-    monkeypatch.setattr(zero.patches, "watch_messages", lambda sent, received: None)
-    return StageMessages(torch.device("cpu"))
+    monkeypatch.setattr(zero.patches, "watch_messages", lambda stage, sent, received: None)
+    return StageMessages(torch.device("cpu"), 0)
 
 
 def left(messages: StageMessages, sent: list[Tensor], received: list[Tensor]) -> float:
     """As on one rank that sends to itself."""
     messages.begin_step()
     for message in sent:
-        messages._add_sent(message, 1)
+        messages._add_sent(message, (0, 1))
     for message in received:
-        messages._add_received(message, 1)
+        messages._add_received(message, (0, 1))
     return messages.left
 
 

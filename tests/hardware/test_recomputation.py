@@ -118,4 +118,24 @@ NONE: frozenset[int] = frozenset()
 def test_the_cause_is_told_from_its_consequences(
     changed: list[int], moved: list[set[int]], tied: bool, found: tuple[int, ...]
 ) -> None:
-    assert find_causes(changed, [[0, 1, 2]], moved, tied) == found
+    hops = [{(stage, other) for other in others} for stage, others in enumerate(moved)]
+    assert find_causes(changed, [[0, 1, 2]], hops, tied) == found
+
+
+BACK = [{(3, 2)}, {(4, 3), (1, 0)}, {(2, 1), (5, 4)}]
+
+
+@pytest.mark.parametrize(
+    ("on", "back", "found"),
+    [
+        ([(4, 5)], BACK, (1,)),  # the second chunk of the second stage: all before it get something else back
+        ([(2, 3), (3, 4), (4, 5)], BACK, (2,)),  # the first chunk of the last stage, to the first stage
+        ([], [{(3, 2)}, {(1, 0)}, {(2, 1)}], (0,)),  # the second chunk of the first stage, to the last one
+        ([], BACK, (2,)),  # the loss
+    ],
+)
+def test_the_cause_is_told_by_chunk_of_the_model(
+    on: list[tuple[int, int]], back: list[set[tuple[int, int]]], found: tuple[int, ...]
+) -> None:
+    moved = [{hop for hop in on if hop[0] % 3 == stage} | back[stage] for stage in range(3)]
+    assert find_causes([0, 1, 2], [[0, 1, 2]], moved, tied=False) == found

@@ -28,7 +28,7 @@ from tests.tiers import examples
 ROOT = Path(__file__).parents[2]
 H100 = load_cluster(ROOT / "launch/clusters/h100.yaml")
 SMALL = {
-    "model": {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "sequence_length": 64,
+    "model": {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "sequence_length": 64,
               "vocab_size": 512},
     "train": {"global_batch": 12},
 }  # fmt: skip
@@ -48,9 +48,10 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, search.CONTEXT_BY, (False, True), range(4), search.RECOMPUTE, (False, True),
-        search.SCHEDULES, (1, *search.CHUNKS), (1,), range(1, base.train.global_batch + 1), (base.precision.fp8,),
+        search.ORDERS, (1, *search.CHUNKS), (1,), range(1, base.train.global_batch + 1), (base.precision.fp8,),
     )  # fmt: skip
-    for choice in itertools.starmap(Choice, settings_):
+    for *first, order, overlap, replicas, micro_batch, fp8 in settings_:
+        choice = Choice(*first, *order, overlap, replicas, micro_batch, fp8)
         if (
             gpus % (choice.tensor * choice.pipeline * choice.context)
             or base.train.global_batch % choice.micro_batch

@@ -321,10 +321,10 @@ def spoil_input_gradient() -> None:
 
     sent, first_time = StageMessages._add_sent, FirstTime(STEP)
 
-    def add_sent(self: StageMessages, message: Any, stage: int) -> None:
+    def add_sent(self: StageMessages, message: Any, hop: tuple[int, int]) -> None:
         if first_time.now and message.is_floating_point():
             message.mul_(-1.0)
-        sent(self, message, stage)
+        sent(self, message, hop)
 
     StageMessages._add_sent = add_sent  # type: ignore[method-assign]
 

@@ -484,10 +484,11 @@ def _stages(config: RunConfig, layout: Layout, held: Stage, flying: Flying) -> I
     z = activations.shape_sizes_of(config)
     stream_bytes, buffers = z.stream * z.e, max(2, flying.passes)
     if config.parallel.model_chunks > 1:
-        # One more is received, and as many as there are stages may still be on their way to the next one, and back.
-        yield Item("buffers", "a chunk's inputs", (flying.passes + 1) * stream_bytes, PASSES)
+        # The first chunk's inputs are tokens. Of gradients as many as there are stages may still be on their way back.
+        received_passes = flying.passes * (config.parallel.model_chunks - held.first) // config.parallel.model_chunks
+        yield Item("buffers", "a chunk's inputs", (received_passes + 1) * stream_bytes, PASSES)
         yield Item("buffers", "a chunk's outputs", flying.passes * stream_bytes, PASSES)
-        yield Item("buffers", "gradients of a chunk's inputs", (layout.pipeline + 1) * stream_bytes, PASSES)
+        yield Item("buffers", "gradients of a chunk's inputs", (layout.pipeline + 1) * stream_bytes, ("end",))
         return
     yield Item("buffers", "received into", stream_bytes * (2 - held.first - held.last))
     if not held.first:
