@@ -34,6 +34,7 @@ STEP, LAST, EVERY = 24, 32, 10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "dp2": (2, {}), "dp3": (3, {}), "tp2": (2, {"tensor": 2}), "pp2": (2, {"pipeline": 2}),
     "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "zero_bubble"}),
+    "pp2-chunks": (2, {"pipeline": 2, "model_chunks": 2}),
     "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
     "context2": (2, {"context": 2}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
     "replicas2": (2, {"replicas": 2}), "replicas3-dp6": (6, {"replicas": 3}),
@@ -57,6 +58,7 @@ def recipe(corpus: Path, run: Path, layout: str, watch: str, steps: int = LAST, 
         train={"steps": steps, "global_batch": batch, "micro_batch": micro, "eval_samples": 0},
         schedule={"warmup_steps": 5, "total_steps": steps}, checkpoint={"interval": steps},
         stability={"hardware": hardware, "snapshots": {"interval": every}},
+        model={"layers": 4 if layout == "pp2-chunks" else 2},
     )  # fmt: skip
 
 
@@ -287,6 +289,26 @@ def flip_message(number: int) -> None:
     comm.recv = receive  # type: ignore[assignment]
 
 
+def flip_chunk_message(number: int) -> None:
+    """As `flip_message`, of those between chunks of the model."""
+    import torch
+    from deepspeed.runtime.pipe import p2p
+
+    from megastable.engine import interleaved
+
+    show, first_time, seen = interleaved.show_message, FirstTime(STEP), 0
+
+    def shown(end: Any, message: Any, hop: tuple[int, int]) -> None:
+        nonlocal seen
+        if end is p2p.recv and first_time.now and message.dtype is torch.bfloat16:
+            if seen == number:
+                message.view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
+            seen += 1
+        show(end, message, hop)
+
+    interleaved.show_message = shown
+
+
 def spoil_messages(steps: Sequence[int]) -> None:
     """What the rank sends changes after it was fingerprinted. No steps: from the 6th on, up to a hundred."""
     import torch
@@ -416,6 +438,7 @@ FOUND = [
     gradients("tp2-dp2", "sign", 2), gradients("pp2-dp2", "stale", 1), gradients("tp2", "negated", 0),
     gradients("pp2", "zero", 1), gradients("replicas3-dp6", "sign", 3), gradients("replicas3-dp6", "negated", 4),
     ("gradients", "pp2", spoil_input_gradient, 1, GradientsDoubted, {"step": STEP, "ranks": [1]}, STEP),
+    ("gradients", "pp2-chunks", spoil_input_gradient, 1, GradientsDoubted, {"step": STEP, "ranks": [1]}, STEP),
     state("one", "weight"), state("dp2", "master"), state("zero2", "moment"), state("zero3", "weight"),
     state("pp2", "second"),
     ("state", "tp2", flip_before_checkpoint, 1, StateChanged, {"step": LAST, "ranks": [1]}, LAST + 1),
@@ -436,6 +459,7 @@ FOUND = [
     ("messages", "pp2", partial(flip_message, 0), 1, MessagesDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "pp2", partial(flip_message, 5), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
     ("messages", "pp2-zero-bubble", partial(flip_message, 5), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
+    ("messages", "pp2-chunks", partial(flip_chunk_message, 2), 0, MessagesDiffer, {"step": STEP, "ranks": [0]}, STEP),
     ("messages", "pp2-dp2", partial(flip_message, 2), 1, MessagesDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "dp3", spoil_gates_sum, 1, ReplicasDiffer, {"step": STEP, "ranks": [1]}, STEP),
     ("messages", "dp2", spoil_gates_sum, 1, ReplicasDiffer, {"step": STEP, "ranks": []}, STEP),
@@ -462,7 +486,10 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    ["dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "tp2-dp2", "context2", "replicas3-dp6"],
+    [
+        "dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "pp2-chunks", "tp2-dp2", "context2",
+        "replicas3-dp6",
+    ],
 )
 def test_watches_change_no_byte_and_blame_no_sound_rank(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Also where DeepSpeed's own sums are replaced by measured ones."""
