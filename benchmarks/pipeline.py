@@ -10,6 +10,7 @@ Messages, their order and who waits for whom are real.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,15 +29,15 @@ from megastable.report.figures import draw_figure
 MODEL = {
     "hidden": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "sequence_length": 16, "vocab_size": 100, "vocab_multiple": 16,
 }  # fmt: skip
-SCHEDULES = ("1f1b", "zero_bubble")
-NAMES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)"}
+SCHEDULES = ("1f1b", "zero_bubble", "interleaved")
+NAMES = {"1f1b": "1F1B", "zero_bubble": "zero bubble (ZB-H1)", "interleaved": "interleaved"}
 COLOURS = {"F": "tab:blue", "B": "tab:cyan", "W": "tab:green", "BW": "tab:cyan"}
 
 
 @dataclass(frozen=True)
 class PipelineCase:
     """forward, backward, weight: seconds of the passes of a micro-batch on a stage, F, B and W. rounds: steps of each
-    schedule."""
+    schedule. chunks: of the model on a stage, interleaved."""
 
     stages: int = 4
     micro_batches: int = 8
@@ -44,12 +45,19 @@ class PipelineCase:
     backward: float = 0.25
     weight: float = 0.15
     rounds: int = 3
+    chunks: int = 2
 
     def layout_case(self, schedule: str) -> LayoutCase:
+        chunks = self.count_chunks(schedule)
+        order = {"model_chunks": chunks} if chunks > 1 else {"schedule": schedule}
         return LayoutCase(
-            self.stages, {"pipeline": self.stages, "schedule": schedule}, model=MODEL | {"layers": self.stages},
+            self.stages, {"pipeline": self.stages} | order, model=MODEL | {"layers": chunks * self.stages},
             micro_batch=1, accumulation=self.micro_batches, kernels={"compile": False},
         )  # fmt: skip
+
+    def count_chunks(self, schedule: str) -> int:
+        """Of a stage: each takes as much less time."""
+        return self.chunks if schedule == "interleaved" else 1
 
     @property
     def working(self) -> float:
@@ -57,19 +65,22 @@ class PipelineCase:
         return self.micro_batches * (self.forward + self.backward + self.weight)
 
     def predict_bubble(self, schedule: str) -> float:
-        """Seconds of a step that are no passes (arXiv:2104.04473, section 2.2.1; arXiv:2401.10241, section 2.3)."""
+        """Seconds of a step that are no passes (arXiv:2104.04473, section 2.2; arXiv:2401.10241, section 2.3)."""
         sign = -1 if schedule == "zero_bubble" else 1
-        return (self.stages - 1) * (self.forward + self.backward + sign * self.weight)
+        slot_seconds = self.forward + self.backward + sign * self.weight
+        return (self.stages - 1) * slot_seconds / self.count_chunks(schedule)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A pass of a micro-batch: F, B, W, or BW together. In seconds, by a clock that all processes share."""
+    """A pass of a micro-batch through a chunk of a stage: F, B, W, or BW together. In seconds, by a clock that all
+    processes share."""
 
     what: str
     micro_batch: int
     begin: float
     end: float
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,12 @@ class _Recorder:
     """Lets passes take their time, and records them."""
 
     def __init__(self, case: PipelineCase, schedule: str) -> None:
-        self._case, self._is_split = case, schedule == "zero_bubble"
+        self._case, self._schedule, self._is_split = case, schedule, schedule == "zero_bubble"
         self.begin_step()
 
     def begin_step(self) -> None:
         self.spans: list[Span] = []
-        self._numbers = {what: count() for what in COLOURS}
+        self._numbers = defaultdict[tuple[str, int], "count[int]"](count)
 
     def pad_passes(self, engine: Any) -> None:
         """Of DeepSpeed's engine, whose instructions are replaced."""
@@ -153,16 +164,19 @@ class _Recorder:
         }  # fmt: skip
         if self._is_split:
             lengths |= {BackwardPass: ("B", case.backward), WeightPass: ("W", case.weight)}
+        chunks = case.count_chunks(self._schedule)
         engine._INSTRUCTION_MAP = instructions | {
-            kind: self._pad(instructions[kind], *length) for kind, length in lengths.items()
+            kind: self._pad(instructions[kind], what, seconds / chunks)
+            for kind, (what, seconds) in lengths.items()
         }
 
     def _pad(self, instruct: Callable[..., None], what: str, seconds: float) -> Callable[..., None]:
-        def padded(engine: Any, *args: Any, **kwargs: Any) -> None:
-            begin = time.monotonic()
-            instruct(engine, *args, **kwargs)
+        def padded(engine: Any, **place: int) -> None:
+            begin, chunk = time.monotonic(), place.get("chunk", 0)
+            instruct(engine, **place)
             time.sleep(max(0.0, begin + seconds - time.monotonic()))
-            self.spans.append(Span(what, next(self._numbers[what]), begin, time.monotonic()))
+            micro_batch = next(self._numbers[what, chunk])  # those of a chunk follow each other
+            self.spans.append(Span(what, micro_batch, begin, time.monotonic(), chunk))
 
         return padded
 
@@ -190,11 +204,11 @@ def bubble_table(found: PipelineFound) -> Table:
 
 def draw_bubbles(found: PipelineFound, path: Path) -> None:
     """Draw the passes of every stage by each schedule, with the numbers of their micro-batches."""
-    with draw_figure(path, 12, 1.2 + 1.1 * found.case.stages) as figure:
+    with draw_figure(path, 12, 1.2 + 0.55 * len(SCHEDULES) * found.case.stages) as figure:
         all_axes = figure.subplots(len(SCHEDULES), 1, sharex=True)
         for axes, schedule in zip(all_axes, SCHEDULES, strict=True):
             _draw_stages(axes, found, schedule)
-        all_axes[-1].set_xlabel("milliseconds; blue: F, light blue: B (in 1F1B with W), green: W")
+        all_axes[-1].set_xlabel("milliseconds; blue: F, light blue: B (with W, if there is no green), green: W; paler: later chunks")
 
 
 def _draw_stages(axes: Any, found: PipelineFound, schedule: str) -> None:
@@ -204,8 +218,9 @@ def _draw_stages(axes: Any, found: PipelineFound, schedule: str) -> None:
         for span in stage:
             left, width = 1e3 * (span.begin - first_begin), 1e3 * (span.end - span.begin)
             axes.barh(
-                number, width, 0.9, left=left, color=COLOURS[span.what], edgecolor="white", linewidth=0.5
-            )
+                number, width, 0.9, left=left, color=COLOURS[span.what], edgecolor="white", linewidth=0.5,
+                alpha=0.6**span.chunk,
+            )  # fmt: skip
             axes.text(left + width / 2, number, str(span.micro_batch), ha="center", va="center", fontsize=6)
     axes.set_yticks(range(len(stages)))
     axes.set_yticklabels([f"stage {number}" for number in range(len(stages))])

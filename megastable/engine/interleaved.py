@@ -49,6 +49,10 @@ class ExpectGrad(PipeInstruction):
     """Begin to receive what a `RecvGrad` waits for."""
 
 
+class FreeBuffers(PipeInstruction):
+    """Forget what a pass has left: of an evaluation, or a backward pass."""
+
+
 class FinishSends(PipeInstruction):
     """Wait until all that was sent has arrived."""
 
@@ -97,11 +101,17 @@ class InterleavedSchedule(PipeSchedule):
                 *([LoadMicroBatch(**place)] if begins or ends else []),
                 ForwardPass(**place),
                 *([] if ends else [SendActivation(**place)]),
+                *([] if self._trains else [FreeBuffers(**place)]),
             ]
-        return [*([] if ends else [RecvGrad(**place)]), BackwardPass(**place), SendGrad(**place)]
+        return [
+            *([] if ends else [RecvGrad(**place)]),
+            BackwardPass(**place),
+            *([] if begins else [SendGrad(**place)]),
+            FreeBuffers(**place),
+        ]
 
 
-Arriving = list[tuple[Tensor, Work]]  # tensors that are being received
+Exchanged = list[tuple[Tensor, Work]]  # the tensors of a message that is being sent or received
 
 
 class _Ring:
@@ -110,9 +120,9 @@ class _Ring:
     def __init__(self, engine: Any, channels: Channels) -> None:
         self._engine, self._pipeline, self._channels = engine, engine.module, channels
         self._stages, self._stage, self._chunks = engine.num_stages, engine.stage_id, len(engine.module.chunks)
-        # By direction. The tensors stay in memory until they have arrived.
-        self._sent: dict[bool, deque[tuple[Work, Tensor]]] = {True: deque(), False: deque()}
-        self._arriving: dict[tuple[bool, int], Arriving] = {}
+        # Activations and gradients. The tensors stay in memory until they have arrived.
+        self._sent: dict[bool, deque[Exchanged]] = {True: deque(), False: deque()}
+        self._arriving: dict[tuple[bool, int], Exchanged] = {}
         self._known = dict(engine._INSTRUCTION_MAP)
 
     def replace_instructions(self) -> None:
@@ -121,7 +131,8 @@ class _Ring:
         own_instructions: dict[type, Callable[..., None]] = {
             ExpectActivation: partial(self._expect, True), RecvActivation: self._receive_activation,
             ExpectGrad: partial(self._expect, False), RecvGrad: self._receive_gradient,
-            SendActivation: self._send_activation, SendGrad: self._send_gradient, FinishSends: self._finish_sends,
+            SendActivation: self._send_activation, SendGrad: self._send_gradient,
+            FreeBuffers: self._free_buffers, FinishSends: self._finish_sends,
         } | {kind: partial(self._compute, kind) for kind in (LoadMicroBatch, ForwardPass, BackwardPass)}  # fmt: skip
         # DeepSpeed gives every instruction its engine.
         engine._INSTRUCTION_MAP = self._known | {
@@ -140,6 +151,11 @@ class _Ring:
     def _compute(self, kind: type, buffer_id: int, chunk: int) -> None:
         self._pipeline.present = chunk
         self._known[kind](self._engine, buffer_id)
+
+    def _free_buffers(self, buffer_id: int, chunk: int) -> None:
+        for of_kind in self._engine.pipe_buffers.values():
+            of_kind[buffer_id] = None
+        self._engine.grad_layer = None
 
     # Receiving
 
@@ -191,24 +207,20 @@ class _Ring:
         self._send(_list_tensors(outputs), True, chunk)
 
     def _send_gradient(self, buffer_id: int, chunk: int) -> None:
-        buffers = self._engine.pipe_buffers
-        if self._stage or chunk:
-            inputs = _list_tensors(buffers["inputs"][buffer_id])
-            self._send([tensor.grad for tensor in inputs if tensor.is_floating_point()], False, chunk)
-        for kind in buffers:
-            buffers[kind][buffer_id] = None
-        self._engine.grad_layer = None
+        inputs = _list_tensors(self._engine.pipe_buffers["inputs"][buffer_id])
+        self._send([tensor.grad for tensor in inputs if tensor.is_floating_point()], False, chunk)
 
     def _send(self, tensors: Sequence[Tensor | None], is_activation: bool, chunk: int) -> None:
         own, other = self._find_hop(chunk, is_activation)
         # Older ones have arrived by now, or will before this stage is waited for.
         self._wait_for_sends(is_activation, self._stages)
+        message = list[tuple[Tensor, Work]]()
         for tensor in tensors:
             assert tensor is not None
-            message = tensor.detach().contiguous()
-            show_message(p2p.send, message, (own, other))
-            work = self._begin(dist.isend, message, is_activation, own, other)
-            self._sent[is_activation].append((work, message))
+            sent_tensor = tensor.detach().contiguous()
+            show_message(p2p.send, sent_tensor, (own, other))
+            message.append((sent_tensor, self._begin(dist.isend, sent_tensor, is_activation, own, other)))
+        self._sent[is_activation].append(message)
 
     def _finish_sends(self) -> None:
         self._pipeline.present = self._chunks - 1  # as between steps: for DeepSpeed the last stage has the loss
@@ -216,11 +228,24 @@ class _Ring:
             self._wait_for_sends(is_activation, 0)
 
     def _wait_for_sends(self, is_activation: bool, left: int) -> None:
+        """Until of all messages this many at most are on their way."""
         sent = self._sent[is_activation]
         while len(sent) > left:
-            sent.popleft()[0].wait()
+            for _, work in sent.popleft():
+                work.wait()
 
     # Both
+
+    def connect_stages(self) -> None:
+        """Send an empty message on every way, one after the other. Collective. NCCL makes a connection for the first
+        one, for which both ends wait: in the middle of a step each could wait for another one."""
+        for is_activation in (True, False):
+            for place in range(self._stages):
+                sender, receiver = (place, place + 1) if is_activation else (place + 1, place)
+                token = torch.zeros(1, device=self._engine.device)
+                for exchange, end in ((dist.isend, sender), (dist.irecv, receiver)):
+                    if end % self._stages == self._stage:
+                        self._begin(exchange, token, is_activation, sender, receiver).wait()
 
     def _find_hop(self, chunk: int, is_next: bool) -> Hop:
         """This chunk, and the one after or before it, by their numbers in the model."""
@@ -250,5 +275,7 @@ def _outline(stream: Any) -> list[Tensor]:
 
 def interleave_chunks(engine: Any, channels: Channels) -> None:
     """Let DeepSpeed's pipeline engine compute the chunks of its `Pipeline` in turns. Before all that changes its
-    instructions."""
-    _Ring(engine, channels).replace_instructions()
+    instructions. Collective."""
+    ring = _Ring(engine, channels)
+    ring.connect_stages()
+    ring.replace_instructions()

@@ -35,17 +35,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tensor": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
     "pp2": (2, {"pipeline": 2}),
+    "pp2-chunks": (2, {"pipeline": 2, "model_chunks": 2}),
     "tp4": (4, {"tensor": 4}),
     "dp2-zero3": (2, {"zero": 3}),
     "replicas2-dp4": (4, {"replicas": 2}),
     "replicas2-tp2": (4, {"replicas": 2, "tensor": 2}),
 }
-MODEL = {"kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks may share the heads
+MODEL = {"layers": 4, "kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks may share the heads
 PAIRS = [
     ("dp2", "dp2"), ("tp2-dp2", "tp2-dp2"), ("pp2-dp2", "pp2-dp2"), ("dp2-zero3", "dp2-zero3"),
     ("tp2-dp2", "dp2"), ("dp2", "tp2-dp2"), ("pp2-dp2", "tp4"), ("tp4", "pp2-dp2"),
-    ("dp2", "pp2"), ("replicas2-dp4", "replicas2-dp4"), ("replicas2-tp2", "replicas2-tp2"), ("replicas2-dp4", "dp2"),
+    ("replicas2-dp4", "replicas2-dp4"), ("replicas2-tp2", "replicas2-tp2"), ("replicas2-dp4", "dp2"),
     ("dp4", "replicas2-dp4"),
+    ("dp2", "pp2"), ("pp2", "pp2-chunks"), ("pp2-chunks", "pp2"), ("pp2-chunks", "dp4"),
 ]  # fmt: skip
 
 

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.pipeline import PipelineCase
+from megastable.checkpoint.new_run import _stages as list_stages
+from megastable.parallel.interleaved import Pass, list_passes
 from tests.distributed import run_ranks
 from tests.engine.engines import build_engine, copy_state, take_batch
 from tests.parallel.test_layouts import LENGTH, VOCABULARY, config
+from tests.tiers import examples
 
 STEPS, LIMIT = 8, 3000  # elements of a bucket: of the smallest model five
 PP2 = {"pipeline": 2, "model": {"layers": 5}}
@@ -105,3 +111,82 @@ def test_gives_the_same_bytes_as_1f1b(name: str) -> None:
     assert ranks[0][0]["blocks"] != ranks[0][1]["blocks"]  # stages hold other blocks
     assert shards[0].keys() == shards[1].keys()
     assert all(torch.equal(t, shards[1][key]) for key, t in shards[0].items())
+
+
+# Without ranks: the order of the passes
+
+
+def simulate(stages: int, chunks: int, batches: int, forward: float, backward: float, slack: int) -> float:
+    """The end of a step of passes that take these times through all of a stage. slack: messages of a kind that a stage
+    may have sent to another one that has not begun to receive them: the next one then waits. A message is received from
+    the begin of the pass before the one that needs it."""
+    orders = [list_passes(stages, stage, chunks, batches) for stage in range(stages)]
+    places, now = [0] * stages, [0.0] * stages
+    ends: dict[tuple[bool, int, int], float] = {}  # by direction, chunk of the model, and micro-batch
+
+    def number_of(stage: int, one: Pass) -> int:
+        return one.chunk * stages + stage
+
+    def is_accepted(stage: int, one: Pass) -> bool:
+        """Whether the receiver has come far enough for what is sent `slack` messages before that of `one`."""
+        sent = [p for p in orders[stage][: places[stage]] if p.is_forward == one.is_forward]
+        sent = [p for p in sent if 0 <= number_of(stage, p) + (1 if one.is_forward else -1) < stages * chunks]
+        if len(sent) < slack:
+            return True
+        old = sent[-slack]
+        other = number_of(stage, old) + (1 if one.is_forward else -1)
+        at = orders[other % stages].index(Pass(one.is_forward, other // stages, old.micro_batch))
+        return places[other % stages] >= at - 1
+
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        before = list(places)
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                one = order[places[stage]]
+                number = number_of(stage, one)
+                needed = number - 1 if one.is_forward else number + 1
+                is_given = 0 <= needed < stages * chunks
+                if is_given and (one.is_forward, needed, one.micro_batch) not in ends:
+                    break
+                if not is_accepted(stage, one):
+                    break
+                begin = max(now[stage], ends[one.is_forward, needed, one.micro_batch] if is_given else 0.0)
+                now[stage] = begin + (forward if one.is_forward else backward) / chunks
+                ends[one.is_forward, number, one.micro_batch] = now[stage]
+                places[stage] += 1
+        assert places != before, "the stages wait for each other"
+    return max(now)
+
+
+@given(
+    st.integers(2, 7),
+    st.integers(2, 5),
+    st.integers(1, 20),
+    st.floats(0.1, 2),
+    st.floats(0.1, 2),
+)
+@settings(deadline=None, max_examples=examples(60))
+def test_bubble_is_that_of_the_formula(
+    stages: int, chunks: int, batches: int, forward: float, backward: float
+) -> None:
+    """Also where a stage waits until older messages are taken. What is left of a last round costs less than 1F1B."""
+    for stage in range(stages):
+        passes = list_passes(stages, stage, chunks, batches)
+        for chunk in range(chunks):
+            for is_forward in (True, False):
+                of_chunk = [one.micro_batch for one in passes if one[:2] == (is_forward, chunk)]
+                assert of_chunk == list(range(batches))
+    found = simulate(stages, chunks, batches, forward, backward, slack=stages)
+    case = PipelineCase(stages, batches, forward, backward, 0.0, chunks=chunks)
+    expected = case.working + case.predict_bubble("interleaved")
+    if batches % stages == 0:
+        assert found == pytest.approx(expected)
+    else:
+        assert expected - 1e-9 <= found <= case.working + case.predict_bubble("1f1b") + 1e-9
+
+
+def test_runs_made_of_checkpoints_hold_the_chunks_of_their_stages() -> None:
+    c = config(pipeline=2, model_chunks=2, model={"layers": 6})
+    first, last = [{name.split(".")[1] for name in names if "blocks" in name} for names in list_stages(c, 2)]
+    assert first | last == set("012345") and not first & last
+    assert "0" in first and "5" in last and max(first) > min(last)

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
     "pp2-dp2": (4, {"parallel": {"pipeline": 2}}),
+    "pp2-chunks": (2, {"parallel": {"pipeline": 2, "model_chunks": 2}, "model": {"layers": 4}, "tied": True}),
     "tp2-sequence": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "zero1-dp2": (2, {}),
     "zero2-dp2": (2, {"parallel": {"zero": 2}}),

@@ -364,6 +364,7 @@ def bench_pipeline(
     micro_batches: Annotated[
         int, typer.Option(min=1, help="Micro-batches of a step, at least the stages")
     ] = 8,
+    chunks: Annotated[int, typer.Option(min=2, help="Chunks of the model on a stage, interleaved")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each schedule")] = 3,
     picture: Annotated[Path | None, typer.Option(help="Draw the time lines there, as PNG")] = None,
     as_json: Json = False,
@@ -378,7 +379,8 @@ def bench_pipeline(
             f"--micro-batches {micro_batches} is below --stages {stages}: the formulas are for a full pipeline; give "
             "more micro-batches, or fewer stages"
         )
-    found_bubbles = pipeline.measure_bubbles(pipeline.PipelineCase(stages, micro_batches, rounds=rounds))
+    pipeline_case = pipeline.PipelineCase(stages, micro_batches, rounds=rounds, chunks=chunks)
+    found_bubbles = pipeline.measure_bubbles(pipeline_case)
     _console(as_json).print(pipeline.bubble_table(found_bubbles))
     if picture is not None:
         pipeline.draw_bubbles(found_bubbles, picture)
