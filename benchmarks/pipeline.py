@@ -208,7 +208,9 @@ def draw_bubbles(found: PipelineFound, path: Path) -> None:
         all_axes = figure.subplots(len(SCHEDULES), 1, sharex=True)
         for axes, schedule in zip(all_axes, SCHEDULES, strict=True):
             _draw_stages(axes, found, schedule)
-        all_axes[-1].set_xlabel("milliseconds; blue: F, light blue: B (with W, if there is no green), green: W; paler: later chunks")
+        all_axes[-1].set_xlabel(
+            "milliseconds; blue: F, light blue: B (with W, if there is no green), green: W; paler: later chunks"
+        )
 
 
 def _draw_stages(axes: Any, found: PipelineFound, schedule: str) -> None:

@@ -128,8 +128,8 @@ def _impossible_chunks(p: ParallelConfig, layers: int) -> Iterator[str]:
         )
     elif p.pipeline <= layers < p.pipeline * p.model_chunks:
         yield (
-            f"parallel.model_chunks={p.model_chunks} x parallel.pipeline={p.pipeline} needs at least one block a chunk, "
-            f"and model.layers={layers}: use fewer chunks, or fewer stages"
+            f"parallel.model_chunks={p.model_chunks} x parallel.pipeline={p.pipeline} needs at least one block a "
+            f"chunk, and model.layers={layers}: use fewer chunks, or fewer stages"
         )
     if p.schedule == "zero_bubble":
         yield (

@@ -119,7 +119,8 @@ class _Ring:
 
     def __init__(self, engine: Any, channels: Channels) -> None:
         self._engine, self._pipeline, self._channels = engine, engine.module, channels
-        self._stages, self._stage, self._chunks = engine.num_stages, engine.stage_id, len(engine.module.chunks)
+        self._stages, self._stage = engine.num_stages, engine.stage_id
+        self._chunks = len(engine.module.chunks)
         # Activations and gradients. The tensors stay in memory until they have arrived.
         self._sent: dict[bool, deque[Exchanged]] = {True: deque(), False: deque()}
         self._arriving: dict[tuple[bool, int], Exchanged] = {}
@@ -168,10 +169,10 @@ class _Ring:
         if engine.pipe_recv_buf is None or (is_activation, buffer_id) in self._arriving:
             return  # the first stage sees in its first outputs what comes round to it
         own, other = self._find_hop(chunk, not is_activation)
+        awaited = [x for x in engine.pipe_recv_buf if is_activation or x.is_floating_point()]
+        buffers = [torch.empty_like(outline, device=engine.device) for outline in awaited]
         self._arriving[is_activation, buffer_id] = [
-            (tensor, self._begin(dist.irecv, tensor, is_activation, other, own))
-            for tensor in (torch.empty_like(outline, device=engine.device) for outline in engine.pipe_recv_buf)
-            if is_activation or tensor.is_floating_point()
+            (buffer, self._begin(dist.irecv, buffer, is_activation, other, own)) for buffer in buffers
         ]
 
     def _receive(self, is_activation: bool, buffer_id: int, chunk: int) -> list[Tensor]:
@@ -187,7 +188,8 @@ class _Ring:
         received = self._receive(True, buffer_id, chunk)
         for tensor in received:
             tensor.requires_grad = tensor.is_floating_point()
-        self._engine.pipe_buffers["inputs"][buffer_id] = received[0] if len(received) == 1 else tuple(received)
+        inputs = received[0] if len(received) == 1 else tuple(received)
+        self._engine.pipe_buffers["inputs"][buffer_id] = inputs
 
     def _receive_gradient(self, buffer_id: int, chunk: int) -> None:
         received = self._receive(False, buffer_id, chunk)
@@ -223,7 +225,7 @@ class _Ring:
         self._sent[is_activation].append(message)
 
     def _finish_sends(self) -> None:
-        self._pipeline.present = self._chunks - 1  # as between steps: for DeepSpeed the last stage has the loss
+        self._pipeline.present = self._chunks - 1  # between steps DeepSpeed asks who has the loss
         for is_activation in self._sent:
             self._wait_for_sends(is_activation, 0)
 

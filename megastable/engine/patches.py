@@ -136,7 +136,8 @@ def report_activities(engine: Any) -> None:
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
-Hop = tuple[int, int]  # of a message, at either end: this stage and the other; with model chunks, numbers of chunks
+# Of a message, at either end: this stage and the other, or the chunks of the model there, by their numbers.
+Hop = tuple[int, int]
 
 
 def watch_messages(

@@ -22,7 +22,11 @@ from tests.distributed import run_ranks
 def test_bubbles_are_those_of_the_formulas(tmp_path: Path) -> None:
     case = PipelineCase(2, 4, forward=0.2, backward=0.25, weight=0.15, rounds=3)
     found = PipelineFound(case, gather_steps(run_ranks(2, record_passes, case)))
-    for schedule, passes in (("1f1b", ["F", "BW"]), ("zero_bubble", ["F", "B", "W"]), ("interleaved", ["F", "BW"])):
+    for schedule, passes in (
+        ("1f1b", ["F", "BW"]),
+        ("zero_bubble", ["F", "B", "W"]),
+        ("interleaved", ["F", "BW"]),
+    ):
         for stage in found.find_best(schedule):
             # Each pass of each micro-batch once through every chunk, in their order, and one after the other.
             for what in passes:

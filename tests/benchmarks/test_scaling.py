@@ -131,10 +131,19 @@ def test_model_chunks_send_as_many_times_what_stages_send(stages: int, chunks: i
     )
 
     def count(found: list[list[volume.Term]], what: str, collective: str, group: str) -> tuple[int, int]:
-        chosen = [t for of_stage in found for t in of_stage if (t.what, t.collective, t.group) == (what, collective, group)]
+        chosen = [
+            t
+            for of_stage in found
+            for t in of_stage
+            if (t.what, t.collective, t.group) == (what, collective, group)
+        ]
         return sum(t.calls for t in chosen), sum(t.total for t in chosen)
 
-    for what, collective in (("activations", "send"), ("activations", "receive"), ("their gradients", "send")):
+    for what, collective in (
+        ("activations", "send"),
+        ("activations", "receive"),
+        ("their gradients", "send"),
+    ):
         calls, size = count(cut, what, collective, "pipeline")
         assert calls == 16 * (stages * chunks - 1)
         assert size * (stages - 1) == count(plain, what, collective, "pipeline")[1] * (stages * chunks - 1)

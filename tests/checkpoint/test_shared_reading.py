@@ -41,7 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas2-dp4": (4, {"replicas": 2}),
     "replicas2-tp2": (4, {"replicas": 2, "tensor": 2}),
 }
-MODEL = {"layers": 4, "kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}  # four ranks may share the heads
+# Four ranks may share the heads; two chunks of the model on two stages.
+MODEL = {"layers": 4, "kv_heads": 4, "tied": False, "vocab_size": VOCABULARY}
 PAIRS = [
     ("dp2", "dp2"), ("tp2-dp2", "tp2-dp2"), ("pp2-dp2", "pp2-dp2"), ("dp2-zero3", "dp2-zero3"),
     ("tp2-dp2", "dp2"), ("dp2", "tp2-dp2"), ("pp2-dp2", "tp4"), ("tp4", "pp2-dp2"),

@@ -31,7 +31,7 @@ REFUSED = [
     ("parallel.schedule=zero_bubble", "several stages|parallel.pipeline above 1"),
     ("parallel.model_chunks=2", "parallel.model_chunks=2|several stages|parallel.pipeline above 1"),
     ("parallel={pipeline: 4, model_chunks: 4}",
-     "parallel.model_chunks=4 x parallel.pipeline=4|one block a chunk|model.layers=12|use fewer chunks, or fewer stages"),
+     "parallel.model_chunks=4 x parallel.pipeline=4|one block a chunk|model.layers=12|use fewer chunks"),
     ("parallel={pipeline: 2, model_chunks: 2, schedule: zero_bubble}",
      "parallel.model_chunks=2|parallel.schedule=zero_bubble|leave one of the two out"),
     ("parallel.zero=0", "parallel.zero=0|use parallel.zero=1"),

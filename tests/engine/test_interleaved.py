@@ -81,7 +81,9 @@ def train_twice(chunks: int, given_parts: dict[str, Any]) -> list[dict[str, Any]
             assert applied == (step not in (2, 3)) or precision == "fp16"
             exact.append((measured.losses.tolist(), applied))
             norms.append(measured.grad_norm)
-        blocks = {name.split(".")[1] for name in engine.flat_state().gather_shards("weight") if "blocks" in name}
+        blocks = {
+            name.split(".")[1] for name in engine.flat_state().gather_shards("weight") if "blocks" in name
+        }
         shards = {
             f"{engine.topology.tensor_rank}/{kind}/{name}": t
             for kind in ("weight", "exp_avg", "exp_avg_sq")
@@ -89,7 +91,14 @@ def train_twice(chunks: int, given_parts: dict[str, Any]) -> list[dict[str, Any]
         }
         chunks_held = [[name for name, _ in one.named_parameters()] for one in engine.ds.module.chunks]
         found.append(
-            {"exact": exact, "norms": norms, "shards": shards, "blocks": blocks, "begun": set(begun), "held": chunks_held}
+            {
+                "exact": exact,
+                "norms": norms,
+                "shards": shards,
+                "blocks": blocks,
+                "begun": set(begun),
+                "held": chunks_held,
+            }
         )
     return found
 

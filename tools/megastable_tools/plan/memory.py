@@ -29,9 +29,9 @@ from megastable_tools.plan import activations
 from megastable_tools.plan.activations import FP32, PlannedKernels
 from megastable_tools.plan.updates import stage_matrices, update_cost_of
 from megastable_tools.plan.volume import (
-    list_chunk_blocks,
     Stage,
     count_element_bytes,
+    list_chunk_blocks,
     parameter_groups,
     parameter_sizes,
     round_up,
@@ -208,7 +208,9 @@ def _count_flying(stages: int, stage: int, chunk_blocks: tuple[int, ...], micro_
     for one_pass in list_passes(stages, stage, len(chunk_blocks), min(micro_batches, 2 * stages)):
         sign, pass_blocks = 1 if one_pass.is_forward else -1, chunk_blocks[one_pass.chunk]
         passes, blocks = passes + sign, blocks + sign * pass_blocks
-        most = max(most, Flying(passes, blocks, blocks - pass_blocks, held), key=lambda f: (f.blocks, f.passes))
+        most = max(
+            most, Flying(passes, blocks, blocks - pass_blocks, held), key=lambda f: (f.blocks, f.passes)
+        )
     return most
 
 
@@ -485,7 +487,8 @@ def _stages(config: RunConfig, layout: Layout, held: Stage, flying: Flying) -> I
     stream_bytes, buffers = z.stream * z.e, max(2, flying.passes)
     if config.parallel.model_chunks > 1:
         # The first chunk's inputs are tokens. Of gradients as many as there are stages may still be on their way back.
-        received_passes = flying.passes * (config.parallel.model_chunks - held.first) // config.parallel.model_chunks
+        chunks = config.parallel.model_chunks
+        received_passes = flying.passes * (chunks - held.first) // chunks
         yield Item("buffers", "a chunk's inputs", (received_passes + 1) * stream_bytes, PASSES)
         yield Item("buffers", "a chunk's outputs", flying.passes * stream_bytes, PASSES)
         yield Item("buffers", "gradients of a chunk's inputs", (layout.pipeline + 1) * stream_bytes, ("end",))

@@ -506,9 +506,7 @@ class _Prediction:
 
     def _count_early_share(self, stage: int) -> float:
         """Share of the gradients in buckets that are complete before the backward pass is over."""
-        cut_groups = volume.cut_gradients(
-            self.config, self.layout.data, self.held[stage][0], self.zero
-        )
+        cut_groups = volume.cut_gradients(self.config, self.layout.data, self.held[stage][0], self.zero)
         return 1 - sum(buckets[-1] for buckets in cut_groups) / sum(map(sum, cut_groups))
 
     def _count_late_share(self, stage: int) -> float:

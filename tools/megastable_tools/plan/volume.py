@@ -396,7 +396,8 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     whole_tokens = model_config.sequence_length * config.train.micro_batch
     whole_bytes = count_tokens(config) * model_config.hidden * count_element_bytes(config)
     stream_bytes = whole_bytes // (p.tensor if p.sequence else 1)
-    forth, back = (steps * (p.model_chunks - is_end) for is_end in (held.last, held.first))  # behind and before it
+    # To what is behind this stage's chunks, and before them.
+    forth, back = (steps * (p.model_chunks - is_end) for is_end in (held.last, held.first))
     documents_apart = config.data.keep_documents_apart
     return [
         Term("activations", "pipeline", "send", stream_bytes, forth),
