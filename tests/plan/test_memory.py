@@ -89,6 +89,18 @@ def test_transformer_engine_keeps_for_weight_gradients_what_it_gathers() -> None
     assert kept("off") == kept({"backend": "emulated"}) > 0
 
 
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_model_chunks_keep_more_passes(chunks: int) -> None:
+    """p (1 + (p - 1) / (p v)) micro-batches on the first stage, where 1F1B has p."""
+
+    def kept(**more: int) -> int:
+        model = {"layers": 16, "vocab_size": 1000}
+        found = planned(accumulation=16, model=model, parallel={"pipeline": 4} | more)[0]
+        return sum(i.bytes for i in found.items if i.name == "gate and up" and "loss" in i.phases)
+
+    assert kept(model_chunks=chunks) == pytest.approx(kept() * (1 + 3 / (4 * chunks)), rel=0.06)
+
+
 ONE_OF = st.sampled_from
 LAYOUT = st.fixed_dictionaries(
     {"tensor": ONE_OF([1, 2, 4]), "pipeline": ONE_OF([1, 2, 4]), "context": ONE_OF([1, 2]),

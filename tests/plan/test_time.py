@@ -113,6 +113,49 @@ def test_zero_bubble_fills_it_with_weight_gradients(batches: int) -> None:
     assert plain.parts["products"] == filled.parts["products"]
 
 
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("batches", [64, 4, 6])
+def test_model_chunks_divide_the_bubble(batches: int, chunks: int) -> None:
+    """But for micro-batches missing from the last round of the stages, each of which costs 1 - 1 / v of one."""
+    shape = {"pipeline": 4, "model": {"layers": 32, "vocab_size": 1000}, "train": {"global_batch": batches}}
+    plain, cut = (
+        timed(config(**shape), cluster=free()),
+        timed(config(**shape, model_chunks=chunks), cluster=free()),
+    )
+    slot = plain.parts["products"] / batches + plain.parts["attention"] / batches
+    missing = 2 if batches == 6 else 0
+    expected = plain.parts["bubble"] / chunks + missing * (1 - 1 / chunks) * slot
+    assert cut.parts["bubble"] == pytest.approx(expected)
+    assert plain.parts["products"] == pytest.approx(cut.parts["products"])
+
+
+def test_a_round_of_model_chunks_waits_for_the_slowest() -> None:
+    """Of 12 blocks on 4 stages of two chunks each round has a chunk of two, and every stage has three blocks in all."""
+    shape = {"pipeline": 4, "model": {"layers": 12, "vocab_size": 1000}, "model_chunks": 2}
+    c = config(**shape)
+    cut = volume.stage_bounds(c)
+    sizes = [list(map(len, volume.list_chunk_blocks(cut, stage, 2))) for stage in range(4)]
+    slowest = sum(max(chunk_sizes) for chunk_sizes in zip(*sizes, strict=True))
+    most = max(map(sum, sizes))
+    assert (slowest, most) == (4, 3)
+    found = timed(c, cluster=free())
+    slot = (found.parts["products"] + found.parts["attention"]) / 64
+    drained = sum(map(sum, sizes)) / most - 1
+    waits = 64 * (slowest / most - 1)
+    assert found.parts["bubble"] == pytest.approx(
+        slot * (drained / 2 + waits), rel=0.1
+    )  # the head has a price
+
+
+def test_messages_of_model_chunks_are_hidden_but_for_the_ends() -> None:
+    """A step waits for 2 (p v - 1) of them, however many micro-batches it has."""
+    one = 2048 * 1024 * 2 / 1000e9
+    for batches in (64, 16):
+        c = config(pipeline=4, model={"layers": 16}, train={"global_batch": batches}, model_chunks=2)
+        found = timed(c, cluster=free(host={"gb_per_second": 1000, "latency_us": 0}))
+        assert found.parts["pipeline"] == pytest.approx(2 * (4 * 2 - 1) * one, rel=0.01)
+
+
 # Communication
 
 

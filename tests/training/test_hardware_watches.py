@@ -487,7 +487,15 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2", "zero2", "zero3-dp3", "fp32", "pp2", "pp2-zero-bubble", "pp2-chunks", "tp2-dp2", "context2",
+        "dp2",
+        "zero2",
+        "zero3-dp3",
+        "fp32",
+        "pp2",
+        "pp2-zero-bubble",
+        "pp2-chunks",
+        "tp2-dp2",
+        "context2",
         "replicas3-dp6",
     ],
 )

@@ -249,9 +249,7 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(
-                            *axes, recompute_way, is_kept, *order, 1, 1, micro_batch, fp8_config
-                        )
+                        choice = Choice(*axes, recompute_way, is_kept, *order, 1, 1, micro_batch, fp8_config)
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:
@@ -353,7 +351,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
                 for zero, way in product(zero_stages, ways):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, 1, None)
+                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, 1, 1, None)
                     if apply_choice(config, least_choice) is not None:
                         yield layout_axes, micro_batches
 
