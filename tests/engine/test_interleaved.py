@@ -125,10 +125,12 @@ def test_gives_the_same_bytes_as_1f1b(name: str) -> None:
 # Without ranks: the order of the passes
 
 
-def simulate(stages: int, chunks: int, batches: int, forward: float, backward: float, slack: int) -> float:
+def simulate(
+    stages: int, chunks: int, batches: int, forward: float, backward: float, slack: int, latency: float = 0.0
+) -> float:  # fmt: skip
     """The end of a step of passes that take these times through all of a stage. slack: messages of a kind that a stage
     may have sent to another one that has not begun to receive them: the next one then waits. A message is received from
-    the begin of the pass before the one that needs it."""
+    the begin of the pass before the one that needs it. latency: seconds that it takes."""
     orders = [list_passes(stages, stage, chunks, batches) for stage in range(stages)]
     places, now = [0] * stages, [0.0] * stages
     ends: dict[tuple[bool, int, int], float] = {}  # by direction, chunk of the model, and micro-batch
@@ -159,7 +161,8 @@ def simulate(stages: int, chunks: int, batches: int, forward: float, backward: f
                     break
                 if not is_accepted(stage, one):
                     break
-                begin = max(now[stage], ends[one.is_forward, needed, one.micro_batch] if is_given else 0.0)
+                given_at = ends[one.is_forward, needed, one.micro_batch] + latency if is_given else 0.0
+                begin = max(now[stage], given_at)
                 now[stage] = begin + (forward if one.is_forward else backward) / chunks
                 ends[one.is_forward, number, one.micro_batch] = now[stage]
                 places[stage] += 1
@@ -190,6 +193,11 @@ def test_bubble_is_that_of_the_formula(
     expected = case.working + case.predict_bubble("interleaved")
     if batches % stages == 0:
         assert found == pytest.approx(expected)
+        # Messages go on behind passes, but for those with which the pipeline fills and drains.
+        latency = 0.01 * min(forward, backward) / chunks
+        late = simulate(stages, chunks, batches, forward, backward, slack=stages, latency=latency)
+        if batches > stages:
+            assert late - found == pytest.approx(2 * (stages * chunks - 1) * latency)
     else:
         assert expected - 1e-9 <= found <= case.working + case.predict_bubble("1f1b") + 1e-9
 
