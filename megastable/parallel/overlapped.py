@@ -49,7 +49,8 @@ class _Entering(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         if not torch.compiler.is_compiling():
-            ctx.weight = w  # not the saved one: under recomputation that is detached
+            # Not the saved one: under recomputation that is detached, and knows the parameter as long as its graph.
+            ctx.weight = w
         if torch.compiler.is_compiling() and tp.chunks > 1:
             y, whole_input = _entered_op(x, w, *_describe(tp))
             kept = x if tp.gathers_again else whole_input

@@ -262,18 +262,23 @@ def test_every_message_is_under_way_while_something_is_multiplied() -> None:
 
 
 def count_hooks() -> list[int]:
-    """Of a rank: how often a gradient is added up in the weight of either layer, which is recomputed, with its
-    gradient left for later."""
+    """Of a rank: how often a gradient is added up in the weight of a layer of each kind, which is recomputed, with
+    its gradient left for later."""
     import torch.distributed as dist
 
     tp, counts = TensorParallel(dist.group.WORLD, dist.get_rank(), 2, True, True, 2), []
-    for multiply in (overlapped.enter_and_multiply, overlapped.multiply_and_leave):
+    in_fp8 = emulated.Product("", emulated.Current(emulated.choose_formats(Fp8Config())), lambda: True, tp=tp)
+    for multiply in (
+        lambda x, w: overlapped.enter_and_multiply(x, w, tp),
+        lambda x, w: overlapped.multiply_and_leave(x, w, tp),
+        in_fp8,
+    ):
         x = torch.randn(8, 1, 4, requires_grad=True)
         w = torch.nn.Parameter(torch.randn(4, 4))
         seen, deferred_gradients = list[Tensor](), DeferredGradients()
         with deferred_gradients.collect():
             # The graph, which is let go of here, must not be what knows the parameter.
-            checkpoint(multiply, x, w, tp, use_reentrant=False).sum().backward()
+            checkpoint(multiply, x, w, use_reentrant=False).sum().backward()
         w.register_post_accumulate_grad_hook(seen.append)
         deferred_gradients.compute_oldest()
         counts.append(len(seen))
@@ -281,7 +286,7 @@ def count_hooks() -> list[int]:
 
 
 def test_recomputed_layers_give_gradients_that_come_later_to_the_parameter() -> None:
-    assert run_ranks(2, count_hooks) == [[1, 1]] * 2
+    assert run_ranks(2, count_hooks) == [[1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
