@@ -180,7 +180,9 @@ class _Product(torch.autograd.Function):
         quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         quantized_weight, _ = product.cast_weight(w, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
-        ctx.weight = w  # under recomputation the saved one is detached
+        # Under recomputation the saved one is detached: autograd leads its gradient to the parameter only as long as
+        # this node lives, which what is deferred happens to keep.
+        ctx.weight = w
         # Save the weight itself, and take what is kept of it or quantize it again: otherwise every micro-batch of a
         # pipeline would keep a copy, and ZeRO 3 a copy of what it releases.
         # A shard is quantized again, too: with the scale of the whole, which no step changes.

@@ -12,11 +12,14 @@ from torch._dynamo.utils import counters
 
 from megastable.engine.adjustments import CLAMPED
 from megastable.engine.build import defer_weight_gradients
+from megastable.fp8.emulated import Current, Product
+from megastable.fp8.scale_factors import E4M3, E5M2
 from megastable.model import elementwise
 from megastable.model.block_parts import swiglu
 from megastable.model.gpt import Block
 from megastable.model.kernels import Kernels
 from megastable.parallel.deferred_gradients import DeferredGradients
+from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 from tests.parallel.compiling import without_kernels
 from tests.parallel.test_layouts import LENGTH, config
@@ -34,6 +37,14 @@ def make_block(recompute: str, compiled: bool, deferring: bool, own: tuple[str, 
     return block
 
 
+def cast_products(block: Block) -> Block:
+    """The block with its products in emulated FP8."""
+    for name, part in block.named_modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            part.product = Product(name, Current((E4M3, E4M3, E5M2)), lambda: True)
+    return block
+
+
 def run_block(block: Block, x: Tensor) -> None:
     block(x).backward(torch.ones_like(x))
 
@@ -46,14 +57,16 @@ def are_equal(one: Block, other: Block) -> bool:
     return all(torch.equal(gradients(other)[name], gradient) for name, gradient in gradients(one).items())
 
 
-@pytest.mark.quick("*-False")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.quick("*-plain", "*-fp8")
+@pytest.mark.parametrize("kind", ["plain", "fp8", "compiled"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_gradients_come_later_and_are_the_same(recompute: str, compiled: bool) -> None:
+def test_gradients_come_later_and_are_the_same(recompute: str, kind: str) -> None:
     batches = [torch.randn(LENGTH, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     deferred, counts = DeferredGradients(), Counter[str]()
     with without_kernels():
-        plain, block = (make_block(recompute, compiled, deferring) for deferring in (False, True))
+        plain, block = (make_block(recompute, kind == "compiled", deferring) for deferring in (False, True))
+        if kind == "fp8":
+            plain, block = cast_products(plain), cast_products(block)
         for x in batches:
             run_block(plain, x)
         expected_inputs = [x.grad for x in batches]
