@@ -32,6 +32,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2-sequence-dp2": (4, {"tensor": 2, "sequence": True}, {}),
     "pp2-dp2": (4, {"pipeline": 2, "micro_batch": 1}, {}),
     "pp2-dp2-zero-bubble": (4, {"pipeline": 2, "micro_batch": 1, "schedule": "zero_bubble"}, {}),
+    "pp2-chunks-dp2": (4, {"pipeline": 2, "micro_batch": 1, "model_chunks": 2, "model": {"layers": 4}}, {}),
+    "replicas2-dp4": (4, {"replicas": 2, "micro_batch": 1}, {}),
     "tied-dp2-full": (2, {"tied": True, "recompute": "full"}, {}),
     "tied-pp2-dp2": (4, {"tied": True, "pipeline": 2, "micro_batch": 1}, {}),
     "compiled-dp2": (2, {}, {"kernels": {"compile": True}}),
