@@ -9,6 +9,7 @@ message has arrived when its bytes would have been sent, one message after the o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,30 +140,43 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         self.sums: list[TimedMessage] = []
         self.gathers: list[TimedMessage] = []
+        self._unsent: list[tuple[TimedMessage, float]] = []  # with the seconds that the link takes
         self.entered: list[tuple[str, float]] = []
         self._free = 0.0  # when the link has carried all so far
 
     def enter_activity(self, name: str) -> None:
         self.entered.append((name, time.monotonic()))
+        if (
+            name == activity.REST
+        ):  # gloo waits for exchanges while gathers begin, which the link is not to win by
+            for one_gather, seconds in self._unsent:
+                one_gather.begin, one_gather.end = time.monotonic(), self._carry(seconds)
+            self._unsent.clear()
 
     def end_step(self) -> None:
         """The spans are read after it."""
 
-    def _send(self, work: Any, given_bytes: int, messages: int) -> TimedMessage:
-        seconds = messages * self._case.latency + given_bytes * self._share / self._case.rate
+    def _carry(self, seconds: float) -> float:
+        """When the link will have carried a message that takes so long."""
         self._free = max(self._free, time.monotonic()) + seconds
-        return TimedMessage(work, self._free)
+        return self._free
+
+    def _count_seconds(self, given_bytes: int, messages: int) -> float:
+        return messages * self._case.latency + given_bytes * self._share / self._case.rate
 
     def begin_sum(self, whole: Tensor, pieces: Sequence[Tensor], rank: int, group: Any) -> TimedMessage:
         work = self._begin_sum(whole, pieces, rank, group)
-        self.sums.append(self._send(work, whole.numel() * whole.element_size(), 1))
+        seconds = self._count_seconds(whole.numel() * whole.element_size(), 1)
+        self.sums.append(TimedMessage(work, self._carry(seconds)))
         return self.sums[-1]
 
     def begin_gather(self, shares: Shares, group: Any) -> TimedMessage:
-        """With the exchange before it, which a GPU does not wait for either."""
+        """With the exchange before it. It arrives after so many seconds; `enter_activity` says when."""
         given_elements = len(shares.whole) + (0 if shares.given is None else len(shares.piece))
         work, given_bytes = self._begin_gather(shares, group), given_elements * shares.whole.element_size()
-        self.gathers.append(self._send(work, given_bytes, 1 if shares.given is None else 2))
+        seconds = self._count_seconds(given_bytes, 1 if shares.given is None else 2)
+        self.gathers.append(TimedMessage(work, math.inf))
+        self._unsent.append((self.gathers[-1], seconds))
         return self.gathers[-1]
 
     def find_first(self, name: str) -> float:
@@ -290,7 +304,7 @@ def _draw_spans(axes: Any, found: DataOverlap) -> None:
         free_time = 0.0  # when the link has carried the message before
         for number, span in enumerate(span for steps in both for span in steps.spans):
             is_message = span.what in ("sum", "gather")
-            begin_time = max(span.begin, free_time) if is_message else span.begin
+            begin_time = max(span.begin, free_time) if span.what == "gather" else span.begin
             free_time = span.end if is_message else free_time
             axes.barh(
                 rank + (0.3 + 0.22 * (number % 2) if is_message else 0), 1e3 * (span.end - begin_time),
