@@ -29,7 +29,7 @@ FP8 = {"precision": {"fp8": {"recipe": "delayed", "backend": "emulated"}}}
 # Ranks, the layout, and other sections.
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
-    "dp3": (3, {"batch": 6, "micro_batch": 1}, {}),
+    "dp3": (3, {"batch": 6, "micro_batch": 1, "model": {"ffn": 60}}, {}),  # buckets begin inside parameters
     "tp2-sequence-dp2": (4, {"tensor": 2, "sequence": True}, {}),
     "pp2-dp2": (4, {"pipeline": 2, "micro_batch": 1}, {}),
     "pp2-dp2-zero-bubble": (4, {"pipeline": 2, "micro_batch": 1, "schedule": "zero_bubble"}, {}),
