@@ -16,6 +16,53 @@ from torch import Tensor
 
 
 @dataclass
+class Experts:
+    """Of routed experts: what a run must know, and what its routers have done since `train` looked last."""
+
+    count: int
+    top_k: int
+    sigmoid: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    bias_rate: float = 1e-3
+    balance: float = 1e-4
+    over_step: bool = False  # the balance loss counts the choices of the step before
+    z: float = 1e-3
+    bias: dict[int, Tensor] = field(default_factory=dict)  # by layer
+    shares: dict[int, Tensor] = field(default_factory=dict)  # of the choices of the step before
+    choices: dict[int, Tensor] = field(default_factory=dict)  # of each expert, in this step
+    losses: list[Tensor] = field(default_factory=list)  # weighted, of this micro-batch
+
+    def route(self, i: int, y: Tensor, router: Tensor) -> Tensor:
+        """Of layer i, y [b, s, h]: the weight of every expert for every token, fp32 [b, s, experts], mostly zero."""
+        z = y.float() @ router.float().T
+        score = torch.sigmoid(z) if self.sigmoid else z.exp() / z.exp().sum(-1, keepdim=True)
+        wanted = score.detach() + self.bias.get(i, torch.zeros(self.count))
+        least = wanted.sort(-1, descending=True).values[..., self.top_k - 1 : self.top_k]
+        chosen = (wanted >= least).float()
+        weight = score * chosen
+        if self.normalize:
+            weight = weight / weight.sum(-1, keepdim=True)
+        counts = chosen.sum((0, 1))
+        self.choices[i] = self.choices.get(i, 0) + counts
+        share = counts / counts.sum()
+        if self.over_step:
+            share = self.shares.get(i, torch.full((self.count,), 1 / self.count))
+        even = (score / score.sum(-1, keepdim=True)).mean((0, 1))
+        self.losses.append(self.balance * self.count * (share * even).sum())
+        self.losses.append(self.z * z.exp().sum(-1).log().square().mean())
+        return weight * self.scale
+
+    def follow(self) -> None:
+        """A step is done."""
+        for i, counts in self.choices.items():
+            self.bias[i] = self.bias.get(i, torch.zeros(self.count))
+            self.bias[i] = self.bias[i] + self.bias_rate * torch.sign(counts.mean() - counts)
+            self.shares[i] = counts / counts.sum()
+        self.choices.clear()
+
+
+@dataclass
 class Shape:
     layers: int
     heads: int
@@ -47,6 +94,7 @@ class Shape:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     tied: bool = False
+    experts: Experts | None = None
     # With dropout: factors of [b, s, h] for samples of the batch and a place in the model, 0 or 1 / (1 - share).
     kept: Callable[[Tensor, int, int, int], Tensor] | None = None
     updates: int = 0  # applied so far: `train` counts them
@@ -176,8 +224,18 @@ def logits(
                 heads.append((torch.softmax(score, -1) @ v[:, group].float()).to(y.dtype))
             return shape.product(torch.cat(heads, -1), w[p + "attention.out.weight"])
 
-        def mlp(y: Tensor, p: str = p) -> Tensor:
-            gate, up = shape.product(y, w[p + "mlp.gate_up.weight"]).chunk(2, -1)
+        def routed(y: Tensor, p: str = p, i: int = i) -> Tensor:
+            if p + "mlp.router.weight" not in w:
+                return mlp(y, p + "mlp.")
+            assert shape.experts is not None
+            weight, total = shape.experts.route(i, y, w[p + "mlp.router.weight"]), torch.zeros_like(y).float()
+            for j in range(shape.experts.count):
+                total = total + weight[..., j : j + 1] * mlp(y, f"{p}mlp.experts.{j}.").float()
+            total = total.to(y.dtype)
+            return total + mlp(y, p + "mlp.shared.") if p + "mlp.shared.down.weight" in w else total
+
+        def mlp(y: Tensor, p: str) -> Tensor:
+            gate, up = shape.product(y, w[p + "gate_up.weight"]).chunk(2, -1)
             if shape.clamp is not None:
                 gate, up = gate.clamp(max=shape.clamp), up.clamp(-shape.clamp, shape.clamp)
             if shape.gelu:
@@ -185,10 +243,10 @@ def logits(
                 gate = 0.5 * gate * (1 + torch.tanh(inner))
             else:
                 gate = gate * torch.sigmoid(gate)
-            return shape.product(gate * up, w[p + "mlp.down.weight"])
+            return shape.product(gate * up, w[p + "down.weight"])
 
         x = joined(w, shape, i, "attention", x, attention)
-        x = joined(w, shape, i, "mlp", x, mlp)
+        x = joined(w, shape, i, "mlp", x, routed)
     x = norm(x, w["final_norm.weight"], shape.eps, shape.centered) * shape.logit_scale
     head = w["embedding.weight"] if shape.tied else w["head.weight"]
     return capped((x @ head.T).float(), shape.cap)[..., : shape.vocabulary]
@@ -269,6 +327,8 @@ def train(
     """
     optimizer = rule({k: v.clone() for k, v in w.items()})
     shape = replace(shape)
+    if shape.experts is not None:
+        shape.experts = replace(shape.experts, bias={}, shares={}, choices={}, losses=[])
     loss_history, norm_history = [], []
     for (tokens, labels, segments), lr in zip(batches, rates, strict=True):
         grads: dict[str, Tensor] = {}
@@ -279,10 +339,15 @@ def train(
             shape.samples = part
             out = logits(leaves, shape, tokens[part], apart, highest)
             objective, ce = losses(out, labels[part], shape.z)
+            if shape.experts is not None:
+                objective = objective + sum(shape.experts.losses)
+                shape.experts.losses.clear()
             loss += float(ce) / micro_batches
             for name, g in zip(leaves, torch.autograd.grad(objective, list(leaves.values())), strict=True):
                 grads[name] = grads.get(name, 0) + g.float() / micro_batches
         loss_history.append(loss)
         norm_history.append(optimizer.step(grads, lr))
         shape.updates += 1
+        if shape.experts is not None:
+            shape.experts.follow()
     return loss_history, norm_history, optimizer

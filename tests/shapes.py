@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from tests.reference import Shape
+from tests.reference import Experts, Shape
 
 
 def shape_of(c: ModelConfig, seed: int = 0) -> Shape:
@@ -35,6 +35,12 @@ def shape_of(c: ModelConfig, seed: int = 0) -> Shape:
         scale = math.sqrt(c.mup.base_head_dim or width) / width
         branch = (c.mup.base_layers or c.layers) / c.layers
         logits = c.mup.base_width / c.hidden
+    experts = None
+    if (e := c.experts) is not None:
+        experts = Experts(
+            e.count, e.top_k, e.gate == "sigmoid", e.normalize, e.scale, e.bias_rate, e.balance_loss,
+            e.balance_over == "step", e.router_z_loss,
+        )  # fmt: skip
     return Shape(
         c.layers, c.heads, c.kv_heads or c.heads, width, c.vocab_size,
         theta=c.rope_theta, eps=c.norm_eps, z=c.z_loss, qk_norm=c.qk_norm, norms=c.norms, mixed_share=c.mixed_share,
@@ -42,7 +48,7 @@ def shape_of(c: ModelConfig, seed: int = 0) -> Shape:
         attention_cap=c.attention_softcap, cap=c.logit_softcap, window=c.window, full_every=c.full_attention_every,
         gelu=c.activation == "gelu", clamp=c.swiglu_clamp,
         embedding_scale=math.sqrt(c.hidden) if c.embedding_scale == "sqrt_hidden" else c.embedding_scale,
-        branch_scale=branch, logit_scale=logits, tied=c.tied,
+        branch_scale=branch, logit_scale=logits, tied=c.tied, experts=experts,
         kept=partial(kept, share=c.dropout, seed=seed) if c.dropout else None, **rope,
     )  # fmt: skip
 

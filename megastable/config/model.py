@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megastable_guard.section import Fraction, Section
 
@@ -80,6 +80,52 @@ class MupConfig(Section):
     logits depends on the width. In short runs of ours it cost much (docs/catalogue.md)."""
 
 
+class ExpertsConfig(Section):
+    """Routed experts in place of a block's MLP (arXiv:1701.06538): a router scores the experts for every token, and the
+    `top_k` best ones, weighted by their scores, are computed for it. Method: model/experts.py.
+    """
+
+    count: int = Field(ge=2, examples=[8])
+    """Experts of a block that the router chooses from."""
+    top_k: PositiveInt = 2
+    """Experts of a token."""
+    ffn: PositiveInt | None = Field(default=None, examples=[512])
+    """Inner width of an expert; null: `model.ffn`."""
+    shared: NonNegativeInt = 0
+    """Experts, of the same width, that every token has besides (DeepSeekMoE, arXiv:2401.06066)."""
+    first_dense: NonNegativeInt = 0
+    """The first blocks keep a dense MLP, of width `model.ffn`. [blocks]"""
+    gate: Literal["softmax", "sigmoid"] = "softmax"
+    """How logits become scores; `sigmoid`: DeepSeek-V3, arXiv:2412.19437."""
+    normalize: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    scale: PositiveFloat = 1.0
+    """Factor of these scores."""
+    bias_rate: NonNegativeFloat = 1e-3
+    """After each update a bias, which only the choice of experts sees, grows by this for every expert with fewer tokens
+    than the mean, and falls for the others (arXiv:2408.15664); 0: no bias."""
+    balance_loss: NonNegativeFloat = 1e-4
+    """Weight of the loss that is 1 if all experts have as many tokens (arXiv:2101.03961); 0: none."""
+    balance_over: Literal["micro_batch", "step"] = "micro_batch"
+    """Whose tokens that loss counts: those of the micro-batch, or of the global batch before (arXiv:2501.11873)."""
+    router_z_loss: NonNegativeFloat = 1e-3
+    """Weight of mean(logsumexp(logits)²) of the router in the loss (arXiv:2202.08906); 0: none."""
+    capacity: PositiveFloat | None = Field(default=None, examples=[1.25])
+    """An expert takes at most this many times the mean of a micro-batch's tokens, and the others go without it; null:
+    all of them."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExpertsConfig:
+        if self.top_k > self.count:
+            raise ValueError(f"top_k={self.top_k} of count={self.count} experts: choose no more than there are")
+        if self.normalize and self.top_k == 1 and self.gate == "softmax":
+            raise ValueError(
+                "normalize with top_k=1: the only score is always 1, and the router learns nothing from the loss; set "
+                "normalize=false"
+            )
+        return self
+
+
 class ModelConfig(Section):
     """The GPT: RMSNorm, rotary embeddings, SwiGLU, no biases except `qkv_bias`. Sizes are those of the whole model,
     whatever the parallel layout.
@@ -147,6 +193,8 @@ class ModelConfig(Section):
     swiglu_clamp: PositiveFloat | None = Field(default=None, examples=[7.0])
     """The MLP's gate is at most this, and its other factor within ± this (gpt-oss, arXiv:2508.10925); null: as they
     are."""
+    experts: ExpertsConfig | None = Field(default=None, examples=[{"count": 8, "top_k": 2}])
+    """Routed experts in place of the blocks' MLPs; null: none."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the elements dropped after the embedding, attention and MLP (arXiv:1207.0580)."""
     embedding_scale: PositiveFloat | Literal["sqrt_hidden"] = 1.0
@@ -177,6 +225,22 @@ class ModelConfig(Section):
     @property
     def ffn_width(self) -> int:
         return self.ffn or -(-8 * self.hidden // 3 // 128) * 128
+
+    def experts_of(self, block: int) -> ExpertsConfig | None:
+        """The routed experts of a block; None: it has a dense MLP."""
+        return self.experts if self.experts is not None and block >= self.experts.first_dense else None
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of a routed expert; needs `experts`."""
+        assert self.experts is not None
+        return self.experts.ffn or self.ffn_width
+
+    def mlp_widths(self, block: int) -> tuple[int, int]:
+        """Inner widths of all MLPs of a block together, and of those that are computed for a token."""
+        if (experts := self.experts_of(block)) is None:
+            return self.ffn_width, self.ffn_width
+        return tuple(self.expert_width * (n + experts.shared) for n in (experts.count, experts.top_k))  # type: ignore[return-value]
 
     @property
     def width_ratio(self) -> float:
@@ -255,6 +319,10 @@ def _contradictions(m: ModelConfig) -> Iterator[str]:
         yield "full_attention_every=1: then no block has the window; leave both out, or set 2 or more"
     if m.norms == "deep" and m.residual_init == "same":
         yield "residual_init=same with norms=deep: DeepNorm needs its own initialisation; leave residual_init out"
+    if m.experts is not None and m.experts.first_dense >= m.layers:
+        yield f"experts.first_dense={m.experts.first_dense} of layers={m.layers}: no block has experts; lower it"
+    if m.experts is not None and m.mup is not None:
+        yield "mup with experts: its rules for routers are not built; leave one of the two out"
     if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
         yield f"rope_scaling.kind=yarn with rope_theta={m.rope_theta:g}: it needs a base above 1"
     if m.mup is None:

@@ -32,6 +32,8 @@ def find_impossible(
     for size_key, key_size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
         if key_size % p.tensor:
             yield f"parallel.tensor={p.tensor} does not divide model.{size_key}={key_size}: change one of them"
+    if m.experts is not None:
+        yield from _impossible_experts(m, p, precision)
     if m.vocab_multiple % p.tensor:
         yield (
             f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
@@ -118,6 +120,15 @@ def find_impossible(
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
         )
+
+
+def _impossible_experts(m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
+    if m.expert_width % p.tensor:
+        yield (
+            f"parallel.tensor={p.tensor} does not divide model.experts.ffn={m.expert_width}: change one of them"
+        )
+    if precision.fp8 is not None:
+        yield "model.experts with precision.fp8: experts have no products in FP8 yet; leave precision.fp8 out"
 
 
 def _impossible_chunks(p: ParallelConfig, layers: int) -> Iterator[str]:

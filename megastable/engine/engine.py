@@ -32,6 +32,7 @@ from megastable.engine.adjustments import Adjustments, LogitClipping
 from megastable.engine.build import Mpu, Pipeline, build_model, turn_refusals_into_config_errors
 from megastable.engine.distributed import choose_device, silence_stdout
 from megastable.engine.elementwise_choice import keep_faster_parts
+from megastable.engine.expert_routing import PREFIX, ExpertRouting
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.interleaved import interleave_chunks
@@ -116,6 +117,7 @@ class Engine:
         self.zero = wrap_optimizer(self.optimizer, self.ds, topology, self.device)
         if config.stability.enabled:
             self.zero.watch_hardware(config.stability.hardware)
+        self.routing = ExpertRouting(module, m, topology, self.device) if m.experts is not None else None
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         clip_threshold = config.optimizer.qk_clip
@@ -230,6 +232,9 @@ class Engine:
             self.fp8.settle_step(self.applied)
         if self.applied:
             self.updates += 1
+            if self.routing is not None:
+                assert self.measured.choices is not None
+                self.routing.follow_update(self.measured.choices)
         return self.measured, self.applied
 
     def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> None:
@@ -244,6 +249,9 @@ class Engine:
         self.loss.entropies = self.trends.watching and not self._probing
         self.zero.begin_step()
         self.qk_clip.begin_step()
+        if self.routing is not None:
+            loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+            self.routing.begin_step(loss_scale / len(micro_batches))
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr * param_group.get("lr_scale", 1.0)
 
@@ -351,11 +359,12 @@ class Engine:
         own_ballot = ballot()
         votes = self.zero.make_scalar(list(chain.from_iterable(own_ballot.values())))
         norm_summands = torch.stack((torch.where(is_valid, norm_part, 0.0), (~is_valid).double()))
-        summands = token_counts, own_gradient, norm_summands, votes
+        own_choices = self.zero.make_scalar([]) if self.routing is None else self.routing.measure_step()
+        summands = token_counts, own_gradient, norm_summands, own_choices, votes
         activity.enter_activity(activity.GATE)
         (losses, squares, *entropies), sums = self._collect(micro_batches, torch.cat(summands))
         summed = sums.split([len(summand) for summand in summands])
-        summed_counts, rank_gradients, (squared_norm, broken_count), votes = summed
+        summed_counts, rank_gradients, (squared_norm, broken_count), choices, votes = summed
         grad_norm = math.inf if broken_count else math.sqrt(float(squared_norm))
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         lowest_scale = getattr(getattr(self.optimizer, "loss_scaler", None), "min_scale", 0.0)
@@ -369,6 +378,7 @@ class Engine:
             loss_scale=scale, overflow=overflow, fp8=None if self.fp8 is None else self.fp8.on,
             gradients=tuple(rank_gradients.tolist()), counts=summed_counts,
             entropies=entropies[0] if entropies else None,
+            choices=None if self.routing is None else self.routing.unfold_sums(choices),
         )  # fmt: skip
         return measured, grad_norm if known_norm is None else known_norm
 
@@ -460,16 +470,21 @@ class Engine:
 
     @property
     def shared_state(self) -> dict[str, Tensor]:
-        """State of the optimizer and of clipping that every rank holds alike, by name; the originals."""
+        """State of the optimizer, of clipping and of routers that every rank holds alike, by name; the originals."""
         clipping_state = self.clipping.shared if self.clipping is not None else {}
         optimizer_state = shared_state(self.optimizer.optimizer)
-        return optimizer_state | {f"{CLIPPING}{name}": value for name, value in clipping_state.items()}
+        expert_state = {} if self.routing is None else self.routing.shared
+        clipping_state = {f"{CLIPPING}{name}": value for name, value in clipping_state.items()}
+        return optimizer_state | clipping_state | expert_state
 
     def restore_shared_state(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the shared state by copies of `saved`. Without state of this kind of clipping, it begins again."""
         held = shared_state(self.optimizer.optimizer)
         held.clear()
-        held.update({n: t.to(self.device, copy=True) for n, t in saved.items() if not n.startswith(CLIPPING)})
+        own_names = [name for name in saved if not name.startswith((CLIPPING, PREFIX))]
+        held.update({name: saved[name].to(self.device, copy=True) for name in own_names})
+        if self.routing is not None:
+            self.routing.restore_state(saved)
         if self.clipping is not None:
             mine = {n.removeprefix(CLIPPING): t for n, t in saved.items() if n.startswith(CLIPPING)}
             self.clipping.restore_state(mine)

@@ -74,7 +74,8 @@ class Measured:
     scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
     it. gradients: of every data rank (local_gradients.py), () if they are not watched. counts: fp64 [vocabulary], how
     often each token is in the batch. entropies: as `losses`, mean entropy of the model's predictions, nats; None where
-    `trends` do not look.
+    `trends` do not look. choices: fp64 [layers, columns], of the routers, see engine/expert_routing.py; None without
+    experts.
     """
 
     losses: Tensor
@@ -87,6 +88,7 @@ class Measured:
     gradients: tuple[float, ...] = ()
     counts: Tensor | None = None
     entropies: Tensor | None = None
+    choices: Tensor | None = None
 
     @property
     def loss(self) -> float:

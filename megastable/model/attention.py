@@ -230,7 +230,7 @@ class Places(NamedTuple):
 
     cos, sin: fp32, broadcastable to [s, b, 1, d / 2], s the tokens that this rank rotates. segments [b, s] where
     attention is restricted to documents; documents: what the core prepared. keys: of dropout in both halves of the
-    block, int64 [2, b], in training with it.
+    block, int64 [2, b], in training with it. measured: where the block's router writes what it has chosen.
     """
 
     cos: Tensor
@@ -238,6 +238,7 @@ class Places(NamedTuple):
     segments: Tensor | None = None
     documents: Any = None
     keys: Tensor | None = None
+    measured: Tensor | None = None
 
 
 @Latest

@@ -145,14 +145,14 @@ def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 class MLP(nn.Module):
-    """x [s, b, hidden] (or its sequence shard) -> the same shape."""
+    """x [s, b, hidden] (or its sequence shard) -> the same shape. width: its inner one; None: the model's."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, name: str, recompute_core: bool,
-        own: Elementwise = Elementwise(),  # noqa: B008
+        own: Elementwise = Elementwise(), width: int | None = None,  # noqa: B008
     ) -> None:  # fmt: skip
         super().__init__()
-        self.own, ffn_width = own, config.ffn_width
+        self.own, ffn_width = own, width or config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
         # `activate`, compiled; see `Block.compile_in_pieces`.

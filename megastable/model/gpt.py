@@ -24,6 +24,7 @@ from megastable.model.attention import Attention, Places
 from megastable.model.block_parts import MLP, RMSNorm, drop_elements, keys_at_places
 from megastable.model.cores import CORES
 from megastable.model.elementwise import add_and_norm, norm_stream
+from megastable.model.experts import ExpertMLP
 from megastable.model.init import initialise_weights
 from megastable.model.kernels import PLAIN, AttentionScores, Kernels
 from megastable.model.loss import Features, LossFunction, project_features
@@ -177,7 +178,12 @@ class Block(nn.Module):
         self.attention = Attention(config, tp, f"{name}.attention", recomputes_core, kernels, cp, scores)
         self.mlp_norm = make_norm(f"{name}.mlp_norm", scale=residual.norm)
         self.own = self.attention.own
-        self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core, self.own)
+        experts, mlp_name = config.experts_of(index), f"{name}.mlp"
+        self.mlp: MLP | ExpertMLP = (
+            MLP(config, tp, mlp_name, recomputes_core, self.own)
+            if experts is None
+            else ExpertMLP(config, experts, tp, mlp_name, recomputes_core, self.own, cp)
+        )
         has_post_norms = residual.placement == "both"
         self.attention_post_norm = make_norm(f"{name}.attention_post_norm") if has_post_norms else None
         self.mlp_post_norm = make_norm(f"{name}.mlp_post_norm") if has_post_norms else None
@@ -194,7 +200,13 @@ class Block(nn.Module):
             # All blocks share one code object: it is compiled once for training and once for evaluation, and for every
             # length and adjustment. Beyond torch's limit of 8 the run would end.
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-            self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
+            compile_part = partial(torch.compile, fullgraph=kernels.whole_blocks, dynamic=False)
+            if isinstance(self.mlp, ExpertMLP):
+                # How many tokens an expert has differs from one micro-batch to the next.
+                attended = compile_part(self._attend_half)
+                self._fast = lambda x, at: self._fed(attended(x, at), at.keys, at.measured)
+            else:
+                self._fast = compile_part(self._block)
 
     def compile_in_pieces(self) -> None:
         """Exclude its linear layers from torch.compile; norms, and the code between them, are compiled separately, sums
@@ -204,7 +216,7 @@ class Block(nn.Module):
         is_whole = self._kernels.whole_blocks
         compiled_between = torch.compile(self.attention.attend_between, fullgraph=is_whole, dynamic=False)
         self._fast = lambda x, at: self.run_around(
-            x, lambda y: self.attention(y, at, compiled_between), at.keys
+            x, lambda y: self.attention(y, at, compiled_between), at.keys, at.measured
         )
         for norm in self._list_norms():
             norm.compile_alone()
@@ -238,6 +250,8 @@ class Block(nn.Module):
         at = self._places(x, segments)
         if self.training and dropout_keys is not None:
             at = at._replace(keys=keys_at_places(dropout_keys, 1 + 2 * self._index, 2 + 2 * self._index))
+        if isinstance(self.mlp, ExpertMLP) and self.training and torch.is_grad_enabled():
+            at = at._replace(measured=self.mlp.begin_micro_batch(x.device))
         runs_halves = self.in_halves or self._plain
         self.own.aside = runs_halves or self._without_own
         run_block = self._halves if runs_halves else self._fast
@@ -283,22 +297,28 @@ class Block(nn.Module):
         return self.attention.find_places(x.shape[0] * self._split, segments, x.device)
 
     def _block(self, x: Tensor, at: Places) -> Tensor:
-        return self.run_around(x, lambda y: self.attention(y, at), at.keys)
+        return self.run_around(x, lambda y: self.attention(y, at), at.keys, at.measured)
+
+    def _attend_half(self, x: Tensor, at: Places) -> Tensor:
+        return self._attended(x, lambda y: self.attention(y, at), at.keys)
 
     def _halves(self, x: Tensor, at: Places) -> Tensor:
         """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
         recomputed in the backward pass, one half after the other."""
-        attended_half = _recomputed(self._attended, x, lambda y: self.attention(y, at), at.keys)
-        return _recomputed(self._fed, attended_half, at.keys)
+        attended_half = _recomputed(self._attend_half, x, at)
+        return _recomputed(self._fed, attended_half, at.keys, at.measured)
 
-    def run_around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
+    def run_around(
+        self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None,
+        measured: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
-        of dropout in both halves, int64 [2, b], if there is any."""
+        of dropout in both halves, int64 [2, b], if there is any. measured: see `ExpertMLP.forward`."""
         if self.own.has("norms"):
             x, normed_x = norm_stream(x, *self.attention_norm.tell_kernel())
             x, normed_x = add_and_norm(x, attend(normed_x), *self.mlp_norm.tell_kernel())
-            return x + self.mlp(normed_x)
-        return self._fed(self._attended(x, attend, keys), keys)
+            return x + self._feed(normed_x, measured)
+        return self._fed(self._attended(x, attend, keys), keys, measured)
 
     def _dropped(self, x: Tensor, keys: Tensor | None, half: int) -> Tensor:
         return x if keys is None else drop_elements(x, keys[half], self._dropout, self._find_tokens(len(x)))
@@ -307,9 +327,13 @@ class Block(nn.Module):
         norms = self.attention_norm, self.attention_post_norm
         return self.residual.join_branch(x, attend, *norms, lambda y: self._dropped(y, keys, 0), self.grown)
 
-    def _fed(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def _fed(self, x: Tensor, keys: Tensor | None, measured: Tensor | None) -> Tensor:
         norms = self.mlp_norm, self.mlp_post_norm
-        return self.residual.join_branch(x, self.mlp, *norms, lambda y: self._dropped(y, keys, 1), self.grown)
+        feed = partial(self._feed, measured=measured)
+        return self.residual.join_branch(x, feed, *norms, lambda y: self._dropped(y, keys, 1), self.grown)
+
+    def _feed(self, x: Tensor, measured: Tensor | None) -> Tensor:
+        return self.mlp(x) if measured is None else self.mlp(x, measured)  # type: ignore[no-any-return]
 
 
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:

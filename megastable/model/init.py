@@ -41,7 +41,7 @@ def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
         "small": math.sqrt(2 / (5 * config.hidden)),
     }  # fmt: skip
     std = kinds[config.init] / math.sqrt(config.width_ratio if name.startswith("blocks.") else 1.0)
-    if not name.endswith((".attention.out.weight", ".mlp.down.weight")) or config.residual_init == "same":
+    if not name.endswith((".attention.out.weight", ".down.weight")) or config.residual_init == "same":
         return std
     if config.residual_init == "zero":
         return 0.0

@@ -20,19 +20,27 @@ def count_parameters(c: ModelConfig) -> int:
     bias_elements = d * (c.heads + 2 * c.key_value_heads) if c.qkv_bias else 0
     attention_weights = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + norm_elements + bias_elements
     block_norms = (4 if c.norms == "both" else 2) * c.hidden
-    block_elements = attention_weights + 3 * c.hidden * c.ffn_width + block_norms
-    return c.layers * block_elements + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
+    block_elements = c.layers * (attention_weights + block_norms) + _mlp_elements(c)
+    return block_elements + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
+
+
+def _mlp_elements(c: ModelConfig, of_token: bool = False) -> int:
+    """Weights of the MLPs and routers of all blocks; of_token: only those that are used for a token."""
+    router_rows = sum(experts.count for block in range(c.layers) if (experts := c.experts_of(block)))
+    inner_widths = [c.mlp_widths(block)[of_token] for block in range(c.layers)]
+    return c.hidden * (3 * sum(inner_widths) + router_rows)
 
 
 def flops_per_token(c: ModelConfig, causal: bool) -> float:
-    """Forward and backward, 6 per weight used in a product, plus attention.
+    """Forward and backward, 6 per weight used in a product, plus attention. Of experts those of one token count.
 
     causal=False counts the full s x s attention square (PaLM, arXiv:2204.02311 appendix B); causal=True counts
     only the half that a causal model needs. A sliding window is counted to both sides, or to the one that is needed.
     Recomputation is not counted in either (MFU, not HFU).
     """
     d = c.head_width
-    product_weights = c.layers * c.hidden * (d * (2 * c.heads + 2 * c.key_value_heads) + 3 * c.ffn_width)
+    product_weights = c.layers * c.hidden * d * (2 * c.heads + 2 * c.key_value_heads)
+    product_weights += _mlp_elements(c, of_token=True)
     product_weights += c.hidden * c.padded_vocab
     seen_keys = sum(keys_seen(c.sequence_length, c.window_of(block)) for block in range(c.layers))
     attention_flops = 24 * c.heads * d * seen_keys
@@ -100,14 +108,16 @@ def block_cost(c: ModelConfig, block: int) -> float:
     """Multiply-adds of a block per token, with causal attention (half of the scores, or those of its window)."""
     projection_width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
     seen_keys = keys_seen(c.sequence_length, c.window_of(block))
-    return c.hidden * projection_width + 3 * c.hidden * c.ffn_width + 2 * seen_keys * c.heads * c.head_width
+    experts = c.experts_of(block)
+    mlp_columns = 3 * c.mlp_widths(block)[1] + (experts.count if experts else 0)
+    return c.hidden * (projection_width + mlp_columns) + 2 * seen_keys * c.heads * c.head_width
 
 
 def matrix_elements(c: ModelConfig) -> int:
     """Elements of the model's matrices: all of its weights but those of the norms and biases, which are few."""
     attention_columns = c.head_width * 2 * (c.heads + c.key_value_heads)
-    block_elements = c.hidden * (attention_columns + 3 * c.ffn_width)
-    return c.layers * block_elements + c.hidden * c.padded_vocab * (1 if c.tied else 2)
+    block_elements = c.layers * c.hidden * attention_columns + _mlp_elements(c)
+    return block_elements + c.hidden * c.padded_vocab * (1 if c.tied else 2)
 
 
 def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:

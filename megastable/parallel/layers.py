@@ -37,6 +37,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(sections) // tp.size, inputs))
         set_placement(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
 
+    def stay_inside(self) -> None:
+        """Take an input that is in the tensor-parallel region already."""
+        self.tp, self.product = TensorParallel(), linear
+
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
 
@@ -65,6 +69,10 @@ class RowParallelLinear(nn.Module):
         self.product: Product = linear
         self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
         set_placement(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
+
+    def stay_inside(self) -> None:
+        """Leave the partial sums to the caller, in the tensor-parallel region."""
+        self.tp = TensorParallel()
 
     def forward(self, x: Tensor) -> Tensor:
         # What replaces the product, as FP8 and traces do, multiplies the whole.

@@ -172,6 +172,18 @@ OLMO2 = {"qk_norm": "full", "norms": "after"}
 QWEN2 = {"qk_norm": False, "qkv_bias": True}
 LLAMA3 = {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}}
 THREE = {"heads": 3, "kv_heads": 1, "head_dim": 8}
+# Losses and bias that matter in four steps.
+EXPERTS = {
+    "experts": {
+        "count": 4, "top_k": 2, "ffn": 24, "shared": 1, "bias_rate": 0.02, "balance_loss": 0.1, "router_z_loss": 0.1,
+    },
+}  # fmt: skip
+SIGMOID = {
+    "experts": {
+        "count": 6, "top_k": 3, "ffn": 16, "first_dense": 1, "gate": "sigmoid", "scale": 2.5, "bias_rate": 0.02,
+        "balance_loss": 0.1, "balance_over": "step", "router_z_loss": 0.0,
+    },
+}  # fmt: skip
 RING2 = {"context": 2, "context_by": "ring"}
 # What only one of these has; every two parts of a layout meet in pairs.py, with every choice of the model.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -203,6 +215,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ring2-dp2-zero2-softcap-selective": (
         4, RING2 | {"zero": 2, "recompute": "selective", "model": {"attention_softcap": 5.0}},
     ),
+    "experts": (1, {"model": EXPERTS}),
+    "experts-dp2": (2, {"model": EXPERTS | {"layers": 3}}),
+    "experts-tp2": (2, {"tensor": 2, "model": EXPERTS}),
+    "experts-sigmoid-tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID}),
+    "experts-sigmoid-pp2": (2, {"pipeline": 2, "model": SIGMOID | {"layers": 3}}),
+    "experts-context2-zero2": (2, {"context": 2, "zero": 2, "model": EXPERTS}),
+    "experts-zero3-dp2-selective": (2, {"zero": 3, "recompute": "selective", "model": SIGMOID}),
+    "experts-tied-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "tied": True, "model": EXPERTS}),
     "growing": (1, {"growing": True}),
     "growing-zero2-dp2": (2, {"growing": True, "zero": 2}),
     "growing-zero3-dp2": (2, {"growing": True, "zero": 3}),

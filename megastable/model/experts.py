@@ -1,0 +1,265 @@
+"""Routed experts: a router chooses for every token the MLPs that are computed for it, and how much each counts.
+
+Shazeer et al., arXiv:1701.06538; Switch Transformer, arXiv:2101.03961 (balance loss, capacity); ST-MoE,
+arXiv:2202.08906 (z-loss of the router); DeepSeekMoE, arXiv:2401.06066 (fine-grained and shared experts); DeepSeek-V3,
+arXiv:2412.19437, and arXiv:2408.15664 (sigmoid scores, a bias in place of a balance loss).
+
+The order of work: scores [s, b, experts] in fp32, of this rank's own tokens; the choice, which a bias shifts but the
+weights do not see; the tokens of each expert side by side, and its products; every token's results again in its place,
+weighted and summed. Every expert is computed in every micro-batch, if need be for no tokens, so that each of its
+weights always has a gradient: sums over ranks wait for all of them.
+
+Experts are MLPs of their own, whose weights are split over the tensor group like those of a dense MLP. Tokens, weights
+and choices enter and leave the tensor-parallel region once for all experts together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megastable.config.model import ExpertsConfig, ModelConfig
+from megastable.model.block_parts import MLP
+from megastable.model.elementwise import Elementwise
+from megastable.parallel.mappings import (
+    enter_tensor_region,
+    gather_sequence,
+    leave_tensor_region,
+    share_weight,
+)
+from megastable.parallel.sharding import Placement, set_placement
+from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
+
+TOTALS = ("squared_logsumexp", "entropy", "dropped", "tokens")  # of a micro-batch, behind those of every expert
+
+
+def count_columns(experts: int) -> int:
+    """Numbers that a router's choices of a micro-batch are measured by, see `ExpertMLP.forward`."""
+    return 2 * experts + len(TOTALS)
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens [...]: chosen, int64 [..., k], the experts of each; weights, fp32 [..., k], how much
+    each counts; scores and logits of all experts, fp32 [..., experts], scores adding up to 1."""
+
+    chosen: Tensor
+    weights: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+def choose_experts(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Routing:
+    """Route tokens by their logits, fp32 [..., experts]. bias: fp32 [experts], added to the scores for the choice."""
+    own_scores = logits.softmax(-1) if config.gate == "softmax" else logits.sigmoid()
+    with torch.no_grad():
+        biased_scores = own_scores if bias is None else own_scores + bias
+        chosen = biased_scores.topk(config.top_k, -1).indices
+    weights = own_scores.gather(-1, chosen)
+    if config.normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    scores = own_scores if config.gate == "softmax" else own_scores / own_scores.sum(-1, keepdim=True)
+    return Routing(chosen, weights * config.scale, scores, logits)
+
+
+def balance_term(scores: Tensor, shares: Tensor, tokens: int) -> Tensor:
+    """The balance loss, fp32 []: 1 if scores or shares are even. scores: [..., experts], of this rank's part of
+    `tokens`. shares: of the tokens' choices that each expert has, adding up to 1, without gradients."""
+    mean_scores = scores.flatten(0, -2).sum(0) / tokens
+    return len(shares) * (shares * mean_scores).sum()
+
+
+def z_term(logits: Tensor, tokens: int) -> Tensor:
+    """mean(logsumexp(logits)²) over `tokens`, of which `logits` [..., experts] are this rank's part; fp32 []."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class _AddLoss(torch.autograd.Function):
+    """x itself; the backward pass adds the gradient of `scale` times a loss to that of what comes after x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.like = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return gradient, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+class _TakeRows(torch.autograd.Function):
+    """x [n, h] -> the tokens of `places`, int64 [m]: place k t + i is the i-th choice of token t. Its backward pass sums
+    over a token's choices in their order, where a scatter on a GPU would add in any."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.choices, ctx.tokens = choices, len(x)
+        return x.index_select(0, places // choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        by_place = gradient.new_zeros(ctx.tokens * ctx.choices, gradient.shape[-1])
+        by_place.index_copy_(0, places, gradient)
+        return by_place.view(ctx.tokens, ctx.choices, -1).sum(1), None, None
+
+
+class Dispatch(NamedTuple):
+    """The choices of n tokens, sorted by expert. places: int64 [m], place k t + i is the i-th choice of token t; sizes:
+    of every expert, [experts], on the host. m is n k unless a capacity drops some."""
+
+    places: Tensor
+    sizes: list[int]
+
+
+def sort_by_expert(chosen: Tensor, experts: int, capacity: float | None) -> Dispatch:
+    """Sort the choices, int64 [n, k], of n tokens by expert, and within one by token. capacity: an expert takes the
+    first ones, so many times the mean."""
+    flat_choices = chosen.flatten()
+    counts = torch.bincount(flat_choices, minlength=experts)
+    places = flat_choices.argsort(stable=True)
+    if capacity is not None:
+        most = max(1, int(capacity * len(flat_choices) / experts))
+        first_of_expert = counts.cumsum(0) - counts
+        position = torch.arange(len(places), device=places.device) - first_of_expert[flat_choices[places]]
+        places, counts = places[position < most], counts.clamp_max(most)
+    return Dispatch(places, counts.tolist())
+
+
+class Router(nn.Module):
+    """Tokens [s, b, hidden] -> logits, fp32 [s, b, experts]. Under sequence parallelism of this rank's own tokens."""
+
+    def __init__(self, config: ModelConfig, experts: int, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.tp = tp if tp.sequence else TensorParallel()
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden))
+        set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), share_weight(self.weight, self.tp).float())
+
+
+class ExpertMLP(nn.Module):
+    """x [s, b, hidden] (or its sequence shard) -> the same shape.
+
+    bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of the global batch before, for the balance loss
+    over steps. loss_scale: what gradients of losses are multiplied by. The engine sets them; None, and 1, without one.
+    measured: of the micro-batches of a step; None without an engine.
+    """
+
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, tp: TensorParallel, name: str, recompute_core: bool,
+        own: Elementwise = Elementwise(), cp: ContextParallel = WHOLE,  # noqa: B008
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.tp, self.cp = experts, tp, cp
+        self.router = Router(config, experts.count, tp, f"{name}.router")
+        width = config.expert_width
+        self.experts = nn.ModuleList(
+            _make_expert(config, width, tp, f"{name}.experts.{number}", recompute_core, own)
+            for number in range(experts.count)
+        )
+        shared_width = width * experts.shared
+        self.shared = (
+            _make_expert(config, shared_width, tp, f"{name}.shared", recompute_core, own)
+            if shared_width
+            else None
+        )
+        self.bias: Tensor | None = None
+        self.shares: Tensor | None = None
+        self.loss_scale = 1.0
+        self.measured: list[Tensor] | None = None
+
+    def begin_micro_batch(self, device: torch.device) -> Tensor | None:
+        """Where to write what its router chooses in a micro-batch of a training step, see `forward`."""
+        if self.measured is None:
+            return None
+        self.measured.append(torch.zeros(count_columns(self.config.count), device=device))
+        return self.measured[-1]
+
+    def forward(self, x: Tensor, measured: Tensor | None = None) -> Tensor:
+        """measured: fp32 [2 experts + 4], gets the choices of every expert, the sums of its scores, and `TOTALS`, of
+        this rank's part of the tokens. Written, not added to: a recomputation writes the same once more."""
+        routing = choose_experts(self.router(x), self.bias, self.config)
+        weights = routing.weights
+        if torch.is_grad_enabled() and (loss := self._weigh_losses(routing)) is not None:
+            weights = _AddLoss.apply(weights, loss, self.loss_scale)
+        chosen = routing.chosen
+        if self.tp.size > 1:
+            weights = enter_tensor_region(weights, self.tp)
+            if self.tp.sequence:
+                chosen = gather_sequence(chosen, self.tp)
+        entered = enter_tensor_region(x, self.tp)
+        tokens = entered.reshape(-1, entered.shape[-1])
+        choices = self.config.top_k
+        dispatch = sort_by_expert(chosen.view(-1, choices), self.config.count, self.config.capacity)
+        if measured is not None:
+            self._measure(routing, len(tokens) * choices - len(dispatch.places), measured)
+        rows = _TakeRows.apply(tokens, dispatch.places, choices)
+        parts = zip(self.experts, rows.split(dispatch.sizes), strict=True)
+        results = torch.cat([expert(part) for expert, part in parts])
+        by_place = results.new_zeros(len(tokens) * choices, results.shape[-1])
+        by_place = by_place.index_copy(0, dispatch.places, results).view(len(tokens), choices, -1)
+        y = (by_place * weights.view(len(tokens), choices, 1)).sum(1).to(x.dtype)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return leave_tensor_region(y.view_as(entered), self.tp)
+
+    def _weigh_losses(self, routing: Routing) -> Tensor | None:
+        """The weighted losses of this rank's part of the tokens, fp32 []; None without."""
+        sharing_ranks = self.tp.size if self.tp.sequence else 1
+        tokens = routing.chosen[..., 0].numel() * sharing_ranks
+        terms = []
+        if weight := self.config.balance_loss:
+            terms.append(weight * balance_term(routing.scores, self._find_shares(routing.chosen), tokens))
+        if weight := self.config.router_z_loss:
+            terms.append(weight * z_term(routing.logits, tokens))
+        return sum(terms[1:], terms[0]) if terms else None
+
+    @torch.no_grad()
+    def _find_shares(self, chosen: Tensor) -> Tensor:
+        """Of all choices that each expert has, fp32 [experts], as `balance_over` says."""
+        if self.config.balance_over == "step" and self.shares is not None:
+            return self.shares
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.count).float()
+        if self.config.balance_over == "step":
+            return torch.full_like(counts, 1 / len(counts))
+        if self.tp.sequence and self.tp.size > 1:
+            dist.all_reduce(counts, group=self.tp.group)
+        if self.cp.size > 1:
+            dist.all_reduce(counts, group=self.cp.group)
+        return counts / counts.sum()
+
+    @torch.no_grad()
+    def _measure(self, routing: Routing, dropped: int, measured: Tensor) -> None:
+        counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count)
+        scores = routing.scores.flatten(0, -2)
+        sharing_ranks = self.tp.size if self.tp.sequence else 1  # that all count what is dropped
+        totals = torch.stack(
+            (
+                routing.logits.logsumexp(-1).square().sum(),
+                -torch.special.xlogy(scores, scores).sum(),
+                scores.new_tensor(dropped / sharing_ranks),
+                scores.new_tensor(float(len(scores))),
+            )
+        )
+        measured.copy_(torch.cat((counts.float(), scores.sum(0), totals)))
+
+
+def _make_expert(
+    config: ModelConfig, width: int, tp: TensorParallel, name: str, recompute_core: bool, own: Elementwise
+) -> MLP:
+    """An MLP of `width` for tokens [n, hidden] inside of the tensor-parallel region, whose results are partial sums."""
+    expert = MLP(config, tp, name, recompute_core, own, width)
+    for linear in (expert.gate_up, expert.down):
+        linear.stay_inside()
+    return expert
