@@ -1,0 +1,98 @@
+"""What routers chose, and the state that follows from it: counted once in every layout, moved by updates alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.model.experts import TOTALS
+from tests.distributed import run_ranks
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
+from tests.parallel.test_layouts import BATCH, EXPERTS, LENGTH, batches, config
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),
+    "tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full"}),
+    "pp2": (2, {"pipeline": 2}),
+    "context2": (2, {"context": 2}),
+}
+
+
+def take_steps(parts: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Of this rank: two updates, a refusal and a measurement between them, and the first of both again from a copy."""
+    engine = build_engine(config(precision=precision, **parts))
+    experts = engine.config.model.experts
+    first, second = (take_batch(engine, batch) for batch in batches()[:2])
+    found: dict[str, Any] = {}
+    measured, _ = engine.train_step(first, 1e-2, lambda _: True)
+    found["counts"] = measured.choices[:, : experts.count].sum(1).tolist()
+    found["scores"] = measured.choices[:, experts.count : -len(TOTALS)].sum(1).tolist()
+    found["totals"] = measured.choices[:, -len(TOTALS) :].tolist()
+    before = copy_state(engine)
+    assert float(before["inner/shared/experts/bias"].abs().max()) == pytest.approx(experts.bias_rate)
+    engine.measure_step(second)
+    assert are_same(before, copy_state(engine))
+    engine.train_step(second, 1e-2, lambda _: False)
+    assert are_same(before, copy_state(engine))
+    saved = {name: state.clone() for name, state in engine.optimizer_state().items()}
+    counters = engine.read_counters()
+    engine.train_step(second, 1e-2, lambda _: True)
+    after = copy_state(engine)
+    assert not torch.equal(before["inner/shared/experts/bias"], after["inner/shared/experts/bias"])
+    engine.restore_optimizer_state(saved)
+    engine.restore_counters(counters)
+    engine.refresh_weights()
+    assert are_same(before, copy_state(engine))
+    engine.train_step(second, 1e-2, lambda _: True)
+    assert are_same(after, copy_state(engine))
+    return found
+
+
+@pytest.mark.quick("one-bf16", "tp2-fp32", "tp2-sequence-full-bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_choices_are_counted_once_and_only_updates_move_the_bias(name: str, precision: str) -> None:
+    world, parts = LAYOUTS[name]
+    ranks = run_ranks(world, take_steps, parts | {"model": EXPERTS}, precision)
+    tokens = BATCH * LENGTH
+    for found in ranks:
+        assert found["counts"] == [2 * tokens, 2 * tokens]
+        assert found["scores"] == pytest.approx([tokens, tokens], rel=1e-5)
+        for _, entropy, dropped, counted in found["totals"]:
+            assert counted == tokens and dropped == 0
+            assert 0 < entropy / tokens <= torch.tensor(4.0).log()
+
+
+def drop_choices(parts: dict[str, Any]) -> tuple[float, float]:
+    """What the choices of a step were, and how many were dropped."""
+    engine = build_engine(config(**parts))
+    measured, _ = engine.train_step(take_batch(engine, batches()[0]), 1e-2, lambda _: True)
+    experts = engine.config.model.experts
+    return float(measured.choices[1, : experts.count].sum()), float(measured.choices[1, -2])
+
+
+@pytest.mark.parametrize("parts", [{}, {"tensor": 2, "sequence": True}])
+def test_a_capacity_drops_choices_and_says_how_many(parts: dict[str, Any]) -> None:
+    tight = {"experts": EXPERTS["experts"] | {"capacity": 0.5}}
+    ranks = run_ranks(parts.get("tensor", 1), drop_choices, parts | {"model": tight})
+    choices, dropped = ranks[0]
+    assert all(found == ranks[0] for found in ranks)
+    assert choices == 2 * BATCH * LENGTH
+    # At most half of the mean: half of the choices and more are dropped.
+    assert choices / 2 <= dropped < choices
+
+
+def test_dense_models_have_no_state_of_experts() -> None:
+    (names,) = run_ranks(1, list_state)
+    assert not any("experts" in name for name in names)
+
+
+def list_state() -> list[str]:
+    engine = build_engine(config())
+    assert engine.routing is None
+    return list(engine.optimizer_state())
+
