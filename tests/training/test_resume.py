@@ -42,6 +42,7 @@ GEMMA2 = dict(
     norms="both", zero_centered_norms=True, activation="gelu", embedding_scale="sqrt_hidden", qk_norm=False,
     attention_scale=0.3, attention_softcap=2.0, logit_softcap=5.0, window=9, full_attention_every=2,
 )  # fmt: skip
+EXPERTS = {"count": 4, "top_k": 2, "ffn": 32, "bias_rate": 0.01, "balance_over": "step", "balance_loss": 0.1}
 STOP, END = 3, 6  # steps: after the warm-up of the rate, and as many again
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -62,6 +63,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma2-dropout-dp2": (2, {"model": GEMMA2 | {"dropout": 0.1}}),
     "branch-yarn-tp2": (2, {"parallel": {"tensor": 2}, "model": {"norms": "branch", "branch_steps": 5}}),
     "mup-zero3-dp2": (2, {"parallel": {"zero": 3}, "model": {"mup": {"base_width": 8, "base_layers": 1}}}),
+    "experts-pp2": (2, {"parallel": {"pipeline": 2}, "model": {"experts": EXPERTS}}),
     # Resets of optimizers after the stop, and within a period; clipping at every update.
     "sgd-dp2": (2, {"optimizer": {"name": "sgd"}}),
     "lamb-dp2": (2, {"optimizer": {"name": "lamb"}}),
@@ -99,7 +101,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     straight, stopped = (tmp_path / r / f"checkpoints/step-{END}" for r in ("straight", "stopped"))
     assert identical(straight, stopped) == 3 * world
     shared = [path.read_bytes() for p in (straight, stopped) if (path := p / store.SHARED).exists()]
-    stateful = name.startswith(("stable_spam", "adafactor", "adagc", "zclip"))
+    stateful = name.startswith(("stable_spam", "adafactor", "adagc", "zclip", "experts"))
     assert len(shared) == 2 * stateful and len(set(shared)) == stateful
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
     assert one["cursor"] == other["cursor"] == END * batch and one["updates"] == other["updates"]
