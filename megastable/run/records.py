@@ -63,7 +63,8 @@ class StepRecord:
     this batch without context. predictive_entropy: mean entropy of the model's predictions (of every 32nd token),
     nats, at the looks of the slow signals. noise_scale: the smoothed gradient noise scale in samples, None where there
     is no estimate (warnings/noise_scale.py). fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for
-    it. attempt: of the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py;
+    it. expert_* and router_*: of the worst layer with routed experts, see warnings/expert_loads.py; None without.
+    attempt: of the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py;
     on a GPU None in the last record of a file, whose kernels still run when it is written. Other values that may be
     None: see `LayerStatistics` in engine/layer_stats.py.
     """
@@ -105,6 +106,11 @@ class StepRecord:
     attention_entropy: float | None = None
     token_entropy: float | None = None
     predictive_entropy: float | None = None
+    expert_violation: float | None = None
+    expert_idle: float | None = None
+    expert_dropped: float | None = None
+    router_entropy: float | None = None
+    router_z: float | None = None
     samples: int | None = None
     piece: int | None = None
     fp8: float | None = None
@@ -128,7 +134,9 @@ class LayerRecord:
     Adam's second moment after the step, and |update| / |weight|. Of blocks: the same two of its output, its largest
     attention logit (scaled, before the softmax) and its mean attention entropy in nats, over all samples, heads and
     queries of the step. Of weights that FP8 multiplies with: the shares of the layer's inputs, weights and gradients
-    that saturated and that underflowed to zero.
+    that saturated and that underflowed to zero. Of experts (`blocks.3.mlp.experts.7`): the tokens that chose it in this
+    step over the mean of the layer, and its bias. Of routers (`blocks.3.mlp.router`): the mean entropy of a token's
+    scores, nats, and the root mean square of the logsumexp of its logits.
     """
 
     step: int
@@ -151,6 +159,10 @@ class LayerRecord:
     weight_underflow: float | None = None
     gradient_saturation: float | None = None
     gradient_underflow: float | None = None
+    expert_load: float | None = None
+    expert_bias: float | None = None
+    router_entropy: float | None = None
+    router_z: float | None = None
 
 
 _ARROW = {

@@ -255,6 +255,11 @@ def _list_numbers(s: Status) -> dict[str, tuple[str, float | None]]:
             found.get("attention_entropy"),
         ),
         "attention_logit": ("Largest attention logit.", found.get("attention_logit")),
+        "expert_load_ratio": (
+            "Tokens of the most chosen routed expert over the mean of its layer.",
+            found.get("expert_violation"),
+        ),
+        "expert_idle_ratio": ("Share of the routed experts that no token chose.", found.get("expert_idle")),
         "fp8_saturation_ratio": ("Largest share of FP8 values that saturated.", found.get("fp8_saturation")),
         "loss_scale": ("Scale of the loss; 1 but for fp16.", found.get("loss_scale")),
         "tokens_per_second": ("Tokens a second over all ranks, at the median step.", s.tokens_per_second),

@@ -564,7 +564,7 @@ TIMED = 50  # steps whose median is the rate
 ENOUGH = 5  # observed steps needed for a rate
 NEWEST = (
     "time", "grad_norm", "mfu_full", "mfu_causal", "memory", "loss_scale", "clipped_fraction", "update_ratio",
-    "attention_logit", "attention_entropy", "fp8_saturation",
+    "attention_logit", "attention_entropy", "fp8_saturation", "expert_violation", "expert_idle",
 )  # fmt: skip
 READ = pa.schema([SCHEMA.field(name) for name in ("step", "loss", "seconds", *NEWEST, *COLUMNS.values())])
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from torch import Tensor
 
 from megastable.base import activity
 from megastable.base.collectives import mark_collective
@@ -35,6 +36,7 @@ from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepReco
 from megastable.run.step_phases import phase_columns
 from megastable.training.trackers.points import validation_values
 from megastable.training.tracking import Tracking, run_point
+from megastable.warnings.expert_loads import list_rows, read_choices, summarise_loads
 
 
 class Live:
@@ -104,9 +106,10 @@ class Observer:
         statistics: LayerStatistics | None,
         z_loss: float,
         noise_scale: float | None = None,
+        expert_bias: Tensor | None = None,
     ) -> None:
         """Record and show a step. z_loss: the factor that it was trained with; noise_scale: of the gradients, in
-        samples."""
+        samples; expert_bias: of routers, after the step, [layers, experts]."""
         state, batch, measured = done.state, done.batch, done.measured
         c, now = self.config, time.time()
         worst = worst_samples(
@@ -121,6 +124,12 @@ class Observer:
         if statistics is not None:
             occasional = statistics.overall | {"clipped_fraction": sum(self._clips) / len(self._clips)}
             self._clips.clear()
+        expert_rows: dict[str, dict[str, float]] = {}
+        if measured.choices is not None and expert_bias is not None:
+            layer_loads = read_choices(measured.choices.numpy(), expert_bias.shape[1])
+            occasional |= summarise_loads(layer_loads)
+            if statistics is not None and statistics.layers:
+                expert_rows = list_rows(layer_loads, expert_bias.double().cpu().numpy())
         record = StepRecord(
             step=state.step,
             time=now,
@@ -160,7 +169,7 @@ class Observer:
         if statistics is not None and statistics.layers:
             rows = [
                 LayerRecord(state.step, now, layer_name, **layer_row)
-                for layer_name, layer_row in statistics.layers.items()
+                for layer_name, layer_row in (statistics.layers | expert_rows).items()
             ]
             self.layers.add_records(*rows)
             self.tracking.send_layers(rows)
@@ -242,9 +251,11 @@ class StepRecorder:
         noise_watch = self.recovery.watches.noise
         noise_watch.observe_step(step_measures, state.step, done.applied)
         if self.observer is not None:
+            routing = self.engine.routing
             self.observer.record_step(
-                done, layer_statistics, self.engine.loss.z_loss, noise_watch.state.samples
-            )
+                done, layer_statistics, self.engine.loss.z_loss, noise_watch.state.samples,
+                None if routing is None else routing.bias,
+            )  # fmt: skip
         if not done.applied:
             verdict, reason = self.recovery.explain_refusal(step_measures)
             self.log.emit_event(Discarded(

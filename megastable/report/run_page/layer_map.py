@@ -21,6 +21,8 @@ KINDS = {
     "gradient": ("Gradient, root mean square", "", ("gradient_rms",)),
     "logit": ("Largest attention logit", "", ("attention_logit",)),
     "entropy": ("Attention entropy", "nats", ("attention_entropy",)),
+    "load": ("Largest load of an expert", "times the mean", ("expert_load",)),
+    "router": ("Router: entropy of a token's scores", "nats", ("router_entropy",)),
     "update": ("Update / weight", "", ("update_ratio",)),
     "saturation": ("FP8 saturation", "share", ("input_saturation", "weight_saturation", "gradient_saturation")),
 }  # fmt: skip

@@ -106,7 +106,8 @@ def trend_band(
 AXES = ("step", "tokens", "time")
 LINES = (
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu_full", "seconds", "data_seconds", "memory",
-    "worst_loss", "token_entropy", "loss_scale", "noise_scale",
+    "worst_loss", "token_entropy", "loss_scale", "noise_scale", "expert_violation", "expert_idle", "expert_dropped",
+    "router_entropy", "router_z",
 )  # fmt: skip
 APART = ("loss", "grad_norm")  # drawn of refused and undone steps, too
 TREND = 64  # accepted steps, of which the trend is made

@@ -22,7 +22,8 @@ STEP = {
     "step": "i8", "time": "f8", "next_position": "i8", "attempt": "i4", "applied": "?", "clipped": "?", "loss": "f4",
     "grad_norm": "f4", "lr": "f4", "tokens_per_second": "f4", "mfu_full": "f4", "seconds": "f4",
     "data_seconds": "f4", "memory": "f4", "worst_loss": "f4", "token_entropy": "f4", "loss_scale": "f4",
-    "noise_scale": "f4",
+    "noise_scale": "f4", "expert_violation": "f4", "expert_idle": "f4", "expert_dropped": "f4", "router_entropy": "f4",
+    "router_z": "f4",
 }  # fmt: skip
 # Measured at some steps only: columns of a table of their own, which says of which row of the other they are.
 SOMETIMES = (

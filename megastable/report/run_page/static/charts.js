@@ -57,6 +57,12 @@ const GROUPS = [
     { key: "fp8_underflow", title: "FP8: underflowed", unit: "share", log: true, zero: true, help: "Largest share of values that became zero.", lines: [{ group: "sometimes", name: "fp8_underflow", label: "underflowed", tone: "run6" }] },
     { key: "loss_scale", title: "Loss scale", log: true, help: "Of fp16.", constant: true, lines: [{ name: "loss_scale", label: "scale", tone: "run7" }] },
   ]],
+  ["experts", "Experts", [
+    { key: "expert_violation", title: "Largest load of an expert", unit: "times the mean", zero: true, help: "Tokens of the most chosen expert of a layer over the mean, of the layer where it is largest; 1 is even.", lines: [{ name: "expert_violation", label: "load", tone: "run1" }] },
+    { key: "expert_idle", title: "Idle experts", unit: "share", share: true, zero: true, help: "Experts of all layers that no token of the step chose; and the largest share of a layer's choices that were beyond its capacity.", lines: [{ name: "expert_idle", label: "idle", tone: "run6" }, { name: "expert_dropped", label: "dropped", tone: "run4" }] },
+    { key: "router_entropy", title: "Lowest entropy of a router", unit: "nats", zero: true, help: "Of a token's scores, in the mean over tokens: the logarithm of the number of experts if all are alike, 0 if one takes everything.", lines: [{ name: "router_entropy", label: "entropy", tone: "run2" }] },
+    { key: "router_z", title: "Router: log-partition", help: "Root mean square of the logsumexp of its logits, of the layer where it is largest; growth without end precedes collapse.", lines: [{ name: "router_z", label: "log-partition", tone: "run3" }] },
+  ]],
   ["speed", "Speed and memory", [
     { key: "tokens_per_second", title: "Tokens per second", zero: true, help: "Of the whole run.", lines: [{ name: "tokens_per_second", label: "tokens/s", tone: "run2" }] },
     { key: "mfu", title: "MFU", unit: "share of peak", share: true, zero: true, help: "Model FLOPs utilization, counting the full attention matrix: of the data sheet's peak, or, of a device that is not known, as a CPU, of a matrix product that every start measures anew, so that it may jump at a restart.", lines: [{ name: "mfu_full", label: "MFU", tone: "run5" }] },
