@@ -167,7 +167,8 @@ def _products(x: Tensor, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _shapes(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     """(input width, output width) of a block's products on one rank."""
-    heads, ffn = model.heads * model.head_width // tensor, model.ffn_width // tensor
+    heads = model.heads * model.head_width // tensor
+    ffn = (model.ffn_width if model.experts is None else model.expert_width) // tensor
     return [(model.hidden, heads), (heads, model.hidden), (model.hidden, ffn), (ffn, model.hidden)]
 
 

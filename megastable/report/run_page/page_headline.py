@@ -293,9 +293,15 @@ def _model(recipe: Mapping[str, Any]) -> str:
         if c.vocab_size is None:
             return ""
         key_heads = f" and {c.kv_heads} of keys" if c.kv_heads not in (None, c.heads) else ""
+        experts = c.experts
+        experts_text = (
+            "" if experts is None
+            else f", {experts.top_k} of {experts.count} experts of {c.expert_width:,} in "
+            f"{count_noun(c.layers - experts.first_dense, 'layer')}"
+        )  # fmt: skip
         return (
             f"{shorten_number(count_parameters(c))} parameters: {count_noun(c.layers, 'layer')} of {c.hidden:,}, "
-            f"{c.heads} heads{key_heads}, feed-forward {c.ffn_width:,}, vocabulary {c.vocab_size:,}"
+            f"{c.heads} heads{key_heads}, feed-forward {c.ffn_width:,}{experts_text}, vocabulary {c.vocab_size:,}"
         )
     except (ValidationError, TypeError, ValueError):
         return ""
