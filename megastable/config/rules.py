@@ -11,7 +11,16 @@ from megastable.config.training import Fp8Config, ParallelConfig, PrecisionConfi
 
 # An update of an element is about the learning rate.
 ADAM_LIKE = ("adamw", "stable_adamw", "spam", "stable_spam")
-LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
+LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a dense block, that FP8 can compute
+
+
+def list_linears(m: ModelConfig, block: int) -> tuple[str, ...]:
+    """The linear layers of a block that FP8 can compute: `LINEARS`, or the experts' in place of the MLP's."""
+    experts = m.experts_of(block)
+    if experts is None:
+        return LINEARS
+    mlps = [f"mlp.experts.{number}" for number in range(experts.count)] + ["mlp.shared"] * bool(experts.shared)
+    return (*LINEARS[:2], *(f"{mlp}.{part}" for mlp in mlps for part in ("gate_up", "down")))
 
 
 def caps_logits(attention: str, device: str) -> bool:
@@ -94,7 +103,7 @@ def find_impossible(
             "parallel.schedule=1f1b"
         )
     if precision.fp8 is not None:
-        yield from _impossible_fp8(precision.fp8, precision.kind, m.layers)
+        yield from _impossible_fp8(precision.fp8, precision.kind, m)
     if p.zero == 0:
         yield (
             "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
@@ -127,8 +136,11 @@ def _impossible_experts(m: ModelConfig, p: ParallelConfig, precision: PrecisionC
         yield (
             f"parallel.tensor={p.tensor} does not divide model.experts.ffn={m.expert_width}: change one of them"
         )
-    if precision.fp8 is not None:
-        yield "model.experts with precision.fp8: experts have no products in FP8 yet; leave precision.fp8 out"
+    if precision.fp8 is not None and precision.fp8.backend == "te":
+        yield (
+            "model.experts with precision.fp8.backend=te: Transformer Engine's layers take no part of the tokens; use "
+            "precision.fp8.backend=emulated, or leave precision.fp8 out"
+        )
 
 
 def _impossible_chunks(p: ParallelConfig, layers: int) -> Iterator[str]:
@@ -258,7 +270,8 @@ def _impossible_clipping(
             yield "optimizer.clipping.kind=worker with optimizer.clip=0: set the norm to clip to"
 
 
-def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> Iterator[str]:
+def _impossible_fp8(fp8: Fp8Config, precision: str, m: ModelConfig) -> Iterator[str]:
+    layers = m.layers
     if precision == "fp16":
         yield (
             "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
@@ -269,9 +282,10 @@ def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> Iterator[str
             f"precision.fp8: keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of the {layers} "
             "blocks to FP8: lower them, or leave precision.fp8 out"
         )
-    known_linears = {f"blocks.{i}.{linear_name}" for i in range(layers) for linear_name in LINEARS}
+    known_linears = {f"blocks.{i}.{linear_name}" for i in range(layers) for linear_name in list_linears(m, i)}
     if unknown_linears := sorted(set(fp8.keep) - known_linears):
         yield (
             f"precision.fp8.keep: {', '.join(unknown_linears)}: no such linear layer; name them like "
             f"blocks.0.mlp.down, with blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
+            f"{'' if m.experts is None else ', of experts mlp.experts.0.down'}"
         )

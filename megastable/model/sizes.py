@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megastable.config.model import ModelConfig
-from megastable.config.rules import LINEARS
+from megastable.config.rules import list_linears
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 
@@ -55,6 +55,8 @@ def find_misfit(config: RunConfig) -> str | None:
     c, m, p = config, config.model, config.parallel
     if c.precision.kind != "bf16":
         return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
+    if m.experts is not None:
+        return "its layers do not take the tokens of one expert of many"
     rank_heads, rank_kv_heads, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
     qkv_width = (rank_heads + 2 * rank_kv_heads) * d
     sharing_ranks = p.context * (p.tensor if p.sequence else 1)
@@ -150,13 +152,15 @@ def keeps_weight_casts(config: RunConfig) -> bool:
 
 
 def fp8_linears(config: RunConfig, index: int) -> frozenset[str]:
-    """The linear layers of block `index`, of `LINEARS`, that are computed in FP8."""
-    fp8_config = config.precision.fp8
-    return frozenset() if fp8_config is None else _fp8_linears(fp8_config, config.model.layers, index)
+    """The linear layers of block `index`, of `list_linears`, that are computed in FP8."""
+    fp8_config, m = config.precision.fp8, config.model
+    if fp8_config is None:
+        return frozenset()
+    return _fp8_linears(fp8_config, m.layers, index, list_linears(m, index))
 
 
 @lru_cache(maxsize=4096)  # the layout search asks repeatedly
-def _fp8_linears(fp8: Fp8Config, layers: int, index: int) -> frozenset[str]:
+def _fp8_linears(fp8: Fp8Config, layers: int, index: int, linears: tuple[str, ...]) -> frozenset[str]:
     if not fp8.keep_first <= index < layers - fp8.keep_last:
         return frozenset()
-    return frozenset(linear for linear in LINEARS if f"blocks.{index}.{linear}" not in fp8.keep)
+    return frozenset(linear for linear in linears if f"blocks.{index}.{linear}" not in fp8.keep)

@@ -16,7 +16,7 @@ from megastable.base.reproducible import is_exact
 from megastable.base.text import count_noun
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.recipe import find_recipe
-from megastable.config.rules import LINEARS
+from megastable.config.rules import list_linears
 from megastable.config.tree import RunConfig
 from megastable.data.samples import token_counts, unigram_entropy
 from megastable.engine.engine import Engine
@@ -73,7 +73,7 @@ def _warmups(config: RunConfig) -> str:
 def _fp8_note(config: RunConfig, engine: Engine) -> str:
     if config.precision.fp8 is None:
         return ""
-    count, of = len(in_fp8(config)), config.model.layers * len(LINEARS)
+    count, of = len(in_fp8(config)), sum(len(list_linears(config.model, block)) for block in range(config.model.layers))
     told = f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers"
     is_emulated = engine.kernels.fp8 == "emulated"
     return told + (", emulated: its rounding is real, its speed is not" if is_emulated else "")

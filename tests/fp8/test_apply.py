@@ -79,6 +79,7 @@ def test_in_fp8_leaves_alone_what_is_kept() -> None:
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [(recipe, {}) for recipe in RECIPES]
+    + [(recipe, {"experts": {"count": 40, "top_k": 2, "ffn": 16, "shared": 1}}) for recipe in RECIPES]
     + [("current", {"norms": norms}) for norms in ("after", "both", "mixed", "deep", "branch")]
     + [
         ("current", {"activation": "gelu", "swiglu_clamp": 1.0, "norms": "both", "zero_centered_norms": True})
