@@ -43,6 +43,9 @@ ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
     "qk_clip": "attention logits are kept at 100 or less by QK-clip for the rest of the run",
     "z_loss": "the z-loss is ten times as large for the rest of the run",
+    "router_z_loss": "the z-loss of routers is ten times as large for the rest of the run",
+    "balance_loss": "the balance loss of experts is ten times as large for the rest of the run",
+    "router_rate": "routers learn at three tenths of the rate for the rest of the run",
     "beta2": "beta2 is lower for the rest of the run",
     "swiglu_clamp": "the factors of SwiGLU are clamped at 10 for the rest of the run",
 }

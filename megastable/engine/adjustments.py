@@ -15,6 +15,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import FlatState
 from megastable.model.block_parts import MLP, gated, swiglu
+from megastable.model.experts import ExpertMLP
 from megastable.model.gpt import Block
 from megastable.model.loss import LossFunction
 from megastable.optim.clipping import clip_factors, find_heads_over, row_factors, scale_rows
@@ -130,6 +131,9 @@ QK_CLIP = 100.0
 # DeepSeek-V4's (`swiglu_limit`), taken up against spikes. gpt-oss has 7 (arXiv:2508.10925), but from the start: the
 # wider one takes less from weights that were trained without.
 SWIGLU_CLAMP = 10.0
+# Times the weights of a router's losses, and at least ST-MoE's (arXiv:2202.08906) and Switch's (arXiv:2101.03961); and
+# times its rate.
+ROUTER_LOSS, LEAST_ROUTER_Z_LOSS, LEAST_BALANCE_LOSS, ROUTER_RATE = 10.0, 1e-3, 1e-2, 0.3
 CLAMPED = partial(gated, gelu=False, clamp=SWIGLU_CLAMP)
 
 
@@ -155,6 +159,8 @@ class Adjustments:
         decaying_groups = [group for group in wrapper.optimizer.param_groups if group["weight_decay"]]
         self._decays = [(group, group["weight_decay"] / o.weight_decay) for group in decaying_groups]
         self._mlps = [mlp_part for mlp_part in module.modules() if isinstance(mlp_part, MLP)]
+        self._expert_mlps = [part for part in module.modules() if isinstance(part, ExpertMLP)]
+        self._router_groups = [group for group in wrapper.optimizer.param_groups if group.get("router")]
         self.clip = self._clip = o.clip
         self._clips = o.clipping.kind == "norm"
         possible_names = {
@@ -166,6 +172,7 @@ class Adjustments:
             # Transformer Engine may have fused the MLP.
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
+            **dict.fromkeys(("router_z_loss", "balance_loss", "router_rate"), m.experts is not None),
         }
         self.possible = frozenset(
             possible_name for possible_name, is_possible in possible_names.items() if is_possible
@@ -192,6 +199,15 @@ class Adjustments:
             self._wrapper.clip_grad = self.clip
         if "qk_clip" in self.possible:
             self._qk_clip.switch_threshold(QK_CLIP if "qk_clip" in names else None)
+        for expert_mlp in self._expert_mlps:
+            experts = expert_mlp.config
+            expert_mlp.z_weight, expert_mlp.balance_weight = experts.router_z_loss, experts.balance_loss
+            if "router_z_loss" in names:
+                expert_mlp.z_weight = max(LEAST_ROUTER_Z_LOSS, ROUTER_LOSS * experts.router_z_loss)
+            if "balance_loss" in names:
+                expert_mlp.balance_weight = max(LEAST_BALANCE_LOSS, ROUTER_LOSS * experts.balance_loss)
+        for group in self._router_groups:
+            group["lr_scale"] = ROUTER_RATE if "router_rate" in names else 1.0
         wants_clamp = "swiglu_clamp" in names
         if "swiglu_clamp" in self.possible and wants_clamp != ("swiglu_clamp" in names_before):
             for mlp in self._mlps:

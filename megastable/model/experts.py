@@ -152,7 +152,7 @@ class ExpertMLP(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
     bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of the global batch before, for the balance loss
-    over steps. loss_scale: what gradients of losses are multiplied by. The engine sets them; None, and 1, without one.
+    over steps. balance_weight, z_weight: of the router's losses, at first the configuration's. loss_scale: what gradients of losses are multiplied by. The engine sets them; None, and 1, without one.
     measured: of the micro-batches of a step; None without an engine.
     """
 
@@ -176,6 +176,7 @@ class ExpertMLP(nn.Module):
         )
         self.bias: Tensor | None = None
         self.shares: Tensor | None = None
+        self.balance_weight, self.z_weight = experts.balance_loss, experts.router_z_loss
         self.loss_scale = 1.0
         self.measured: list[Tensor] | None = None
 
@@ -219,10 +220,11 @@ class ExpertMLP(nn.Module):
         sharing_ranks = self.tp.size if self.tp.sequence else 1
         tokens = routing.chosen[..., 0].numel() * sharing_ranks
         terms = []
-        if weight := self.config.balance_loss:
-            terms.append(weight * balance_term(routing.scores, self._find_shares(routing.chosen), tokens))
-        if weight := self.config.router_z_loss:
-            terms.append(weight * z_term(routing.logits, tokens))
+        if self.balance_weight:
+            shares = self._find_shares(routing.chosen)
+            terms.append(self.balance_weight * balance_term(routing.scores, shares, tokens))
+        if self.z_weight:
+            terms.append(self.z_weight * z_term(routing.logits, tokens))
         return sum(terms[1:], terms[0]) if terms else None
 
     @torch.no_grad()

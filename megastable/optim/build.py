@@ -77,7 +77,8 @@ EMBEDDING = "embedding.weight"
 def settings_of(
     name: str, shape: tuple[int, ...], optimizer: OptimizerConfig, model: ModelConfig
 ) -> dict[str, Any]:
-    """Settings of a parameter: "weight_decay"; with muP "lr_scale" and "eps"; for Muon "orthogonalize".
+    """Settings of a parameter: "weight_decay"; with muP "lr_scale" and "eps"; for Muon "orthogonalize"; with experts
+    "router", whose rate a remedy may lower.
 
     muP for Adam (arXiv:2203.03466, table 8): the rate of the blocks' matrices falls with the width. So that rate times
     decay stays the same, their decay grows with it, and epsilon falls with the size of gradients (CompleteP,
@@ -88,6 +89,8 @@ def settings_of(
     group_settings: dict[str, Any] = {"weight_decay": optimizer.weight_decay if is_decayed else 0.0}
     if optimizer.name == "muon":
         group_settings["orthogonalize"] = is_orthogonalized(name, shape)
+    if model.experts is not None:
+        group_settings["router"] = name.endswith(".router.weight")
     if model.mup is not None:
         is_hidden = is_matrix and name.startswith("blocks.")
         group_settings["lr_scale"] = 1 / model.width_ratio if is_hidden else 1.0

@@ -26,7 +26,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
     "fp16": (1, {"precision": "fp16"}),
 }
-ALL = " ".join(ADJUSTED)
+OF_ROUTERS = ("router_z_loss", "balance_loss", "router_rate")
+ALL = " ".join(name for name in ADJUSTED if name not in OF_ROUTERS)
 UNFOLLOWED = ("qk_clip", "swiglu_clamp")
 # What the recipe says in place of each adjustment.
 KEYS = {
@@ -53,7 +54,7 @@ def train_adjusted(given: dict[str, Any], names: list[str], by_recipe: bool) -> 
     c = RunConfig.model_validate(tree)
     engine = build_engine(c)
     taken = set(UNFOLLOWED).intersection(names if by_recipe else ())
-    assert engine.adjustments.possible == {"reset_moments", *ADJUSTED} - taken
+    assert engine.adjustments.possible == {"reset_moments", *ALL.split()} - taken
     tokens, numbers = trained.BATCH * c.model.sequence_length, []
     for step, batch in enumerate(trained.batches()[:6]):
         if not by_recipe:
@@ -82,6 +83,37 @@ def test_switch_is_a_run_of_another_recipe(layout: str, names: str) -> None:
         assert (here[4:] == there[4:]) == set(UNFOLLOWED).isdisjoint(names.split())  # taken back
         as_before = [min(1, 0.5 / norm) for _, norm, _ in here[4:]]
         assert [kept for _, _, kept in here[4:]] == pytest.approx(as_before, rel=1e-5)
+
+
+EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "balance_loss": 0.003, "router_z_loss": 0.02}
+
+
+def train_routers(experts: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Two steps with adjustments of routers, and the weights after the first one."""
+    engine = build_engine(trained.recipe({}, model={"experts": experts}))
+    engine.adjustments.switch_to(names)
+    assert engine.adjustments.possible >= set(OF_ROUTERS)
+    numbers, weights = [], {}
+    for batch in trained.batches()[:2]:
+        measured, _ = engine.train_step(take_batch(engine, batch), 1e-3, lambda m: m.finite)
+        numbers.append((measured.loss, measured.grad_norm))
+        weights = weights or trained.copied(engine.flat_state().gather_shards("weight"))
+    return numbers, weights
+
+
+def test_larger_losses_of_routers_are_those_of_another_recipe() -> None:
+    larger = EXPERTS | {"balance_loss": 0.03, "router_z_loss": 0.2}
+    ((switched, _),) = run_ranks(1, train_routers, EXPERTS, ["router_z_loss", "balance_loss"])
+    ((by_recipe, _),) = run_ranks(1, train_routers, larger, [])
+    ((without, _),) = run_ranks(1, train_routers, EXPERTS, [])
+    assert switched == by_recipe != without
+
+
+def test_routers_learn_at_three_tenths_of_the_rate_and_nothing_else_does() -> None:
+    ((_, slower),) = run_ranks(1, train_routers, EXPERTS, ["router_rate"])
+    ((_, usual),) = run_ranks(1, train_routers, EXPERTS, [])
+    for name, weight in usual.items():
+        assert torch.equal(weight, slower[name]) != name.endswith(".router.weight"), name
 
 
 def train_following(given: dict[str, Any], live: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -283,8 +283,11 @@ def test_recurred_is_not_said_of_adjacent_trouble_nor_of_bad_data() -> None:
     assert not policy.has_recurred()
 
 
+ROUTERS = ["router_z_loss", "balance_loss", "router_rate"]
+
+
 def test_offer_remedies_needs_a_jump_for_a_cap_and_fp8_and_kernels_to_leave_them() -> None:
-    settings = ["rewarm", "reset_moments", "clip", "qk_clip", "z_loss", "beta2"]
+    settings = ["rewarm", "reset_moments", "clip", "qk_clip", "z_loss", *ROUTERS, "beta2"]
     last = ["swiglu_clamp", "cut_lr"]
     assert names(Policy(CONFIG)) == [*settings, *last] == names(Policy(CONFIG), 1e-3, 1.9e-3)
     assert names(Policy(CONFIG, None, True), 1e-3, 1e-2) == ["cap_lr", *settings, "leave_fp8", *last]
