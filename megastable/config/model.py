@@ -117,7 +117,9 @@ class ExpertsConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> ExpertsConfig:
         if self.top_k > self.count:
-            raise ValueError(f"top_k={self.top_k} of count={self.count} experts: choose no more than there are")
+            raise ValueError(
+                f"top_k={self.top_k} of count={self.count} experts: choose no more than there are"
+            )
         if self.normalize and self.top_k == 1 and self.gate == "softmax":
             raise ValueError(
                 "normalize with top_k=1: the only score is always 1, and the router learns nothing from the loss; set "

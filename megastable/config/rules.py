@@ -11,7 +11,12 @@ from megastable.config.training import Fp8Config, ParallelConfig, PrecisionConfi
 
 # An update of an element is about the learning rate.
 ADAM_LIKE = ("adamw", "stable_adamw", "spam", "stable_spam")
-LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a dense block, that FP8 can compute
+LINEARS = (
+    "attention.qkv",
+    "attention.out",
+    "mlp.gate_up",
+    "mlp.down",
+)  # of a dense block, that FP8 can compute
 
 
 def list_linears(m: ModelConfig, block: int) -> tuple[str, ...]:
@@ -19,7 +24,9 @@ def list_linears(m: ModelConfig, block: int) -> tuple[str, ...]:
     experts = m.experts_of(block)
     if experts is None:
         return LINEARS
-    mlps = [f"mlp.experts.{number}" for number in range(experts.count)] + ["mlp.shared"] * bool(experts.shared)
+    mlps = [f"mlp.experts.{number}" for number in range(experts.count)] + ["mlp.shared"] * bool(
+        experts.shared
+    )
     return (*LINEARS[:2], *(f"{mlp}.{part}" for mlp in mlps for part in ("gate_up", "down")))
 
 

@@ -26,7 +26,9 @@ class ExpertRouting:
     last applied update's batch, for the balance loss over steps; even in the beginning. Dense layers have both, unused.
     """
 
-    def __init__(self, module: nn.Module, config: ModelConfig, topology: Topology, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, config: ModelConfig, topology: Topology, device: torch.device
+    ) -> None:
         assert config.experts is not None
         self._experts, self._topology = config.experts, topology
         table_size = config.layers, config.experts.count
@@ -71,7 +73,9 @@ class ExpertRouting:
         mean = counts.mean(1, keepdim=True)
         self.bias.add_(torch.sign(mean - counts).float(), alpha=self._experts.bias_rate)
         has_choices = mean > 0
-        self.shares.copy_(torch.where(has_choices, counts / counts.sum(1, keepdim=True).clamp_min(1), self.shares))
+        self.shares.copy_(
+            torch.where(has_choices, counts / counts.sum(1, keepdim=True).clamp_min(1), self.shares)
+        )
 
     @property
     def shared(self) -> dict[str, Tensor]:

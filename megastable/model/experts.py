@@ -35,7 +35,12 @@ from megastable.parallel.mappings import (
 from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
-TOTALS = ("squared_logsumexp", "entropy", "dropped", "tokens")  # of a micro-batch, behind those of every expert
+TOTALS = (
+    "squared_logsumexp",
+    "entropy",
+    "dropped",
+    "tokens",
+)  # of a micro-batch, behind those of every expert
 
 
 def count_columns(experts: int) -> int:
@@ -95,8 +100,10 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _TakeRows(torch.autograd.Function):
-    """x [n, h] -> the tokens of `places`, int64 [m]: place k t + i is the i-th choice of token t. Its backward pass sums
-    over a token's choices in their order, where a scatter on a GPU would add in any."""
+    """x [n, h] -> the tokens of `places`, int64 [m]: place k t + i is the i-th choice of token t.
+
+    The backward pass sums over a token's choices in their order, where a scatter on a GPU would add in any.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor, choices: int) -> Tensor:
@@ -152,8 +159,9 @@ class ExpertMLP(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
     bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of the global batch before, for the balance loss
-    over steps. balance_weight, z_weight: of the router's losses, at first the configuration's. loss_scale: what gradients of losses are multiplied by. The engine sets them; None, and 1, without one.
-    measured: of the micro-batches of a step; None without an engine.
+    over steps. balance_weight, z_weight: of the router's losses, at first the configuration's. loss_scale: what the
+    gradients of losses are multiplied by. measured: of the micro-batches of a step. The engine sets bias, shares, scale
+    and measured; without one they are None, and 1.
     """
 
     def __init__(

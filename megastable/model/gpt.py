@@ -333,7 +333,7 @@ class Block(nn.Module):
         return self.residual.join_branch(x, feed, *norms, lambda y: self._dropped(y, keys, 1), self.grown)
 
     def _feed(self, x: Tensor, measured: Tensor | None) -> Tensor:
-        return self.mlp(x) if measured is None else self.mlp(x, measured)  # type: ignore[no-any-return]
+        return self.mlp(x) if measured is None else self.mlp(x, measured)
 
 
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:

@@ -73,7 +73,10 @@ def _warmups(config: RunConfig) -> str:
 def _fp8_note(config: RunConfig, engine: Engine) -> str:
     if config.precision.fp8 is None:
         return ""
-    count, of = len(in_fp8(config)), sum(len(list_linears(config.model, block)) for block in range(config.model.layers))
+    count, of = (
+        len(in_fp8(config)),
+        sum(len(list_linears(config.model, block)) for block in range(config.model.layers)),
+    )
     told = f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers"
     is_emulated = engine.kernels.fp8 == "emulated"
     return told + (", emulated: its rounding is real, its speed is not" if is_emulated else "")

@@ -95,4 +95,3 @@ def list_state() -> list[str]:
     engine = build_engine(config())
     assert engine.routing is None
     return list(engine.optimizer_state())
-

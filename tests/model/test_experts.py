@@ -32,7 +32,9 @@ def make_mlp(**keys: Any) -> ExpertMLP:
 
 
 def draw_tokens() -> Tensor:
-    return torch.randn(TOKENS, SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return torch.randn(
+        TOKENS, SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
 
 
 def swiglu(x: Tensor, mlp: Any) -> Tensor:
@@ -94,7 +96,9 @@ def test_the_routers_losses_are_added_to_the_gradient(gate: str) -> None:
     shares, even = chosen.sum(0) / chosen.sum(), scores / scores.sum(-1, keepdim=True)
     losses = 0.3 * 5 * (shares * even.mean(0)).sum() + 0.2 * logits.logsumexp(-1).square().mean()
     objective = loop_over_tokens(mlp, x).sum() + 7.0 * losses
-    torch.testing.assert_close(got, torch.autograd.grad(objective, mlp.router.weight)[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(objective, mlp.router.weight)[0], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_what_a_router_chose_is_written_once_however_often_it_is_computed() -> None:
@@ -118,7 +122,9 @@ def test_a_bias_shifts_the_choice_and_not_the_weights() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), experts=st.integers(1, 6), choices=st.integers(1, 3), tokens=st.integers(1, 9))
-def test_choices_are_sorted_without_loss(data: st.DataObject, experts: int, choices: int, tokens: int) -> None:
+def test_choices_are_sorted_without_loss(
+    data: st.DataObject, experts: int, choices: int, tokens: int
+) -> None:
     numbers = st.lists(st.integers(0, experts - 1), min_size=choices * tokens, max_size=choices * tokens)
     chosen = torch.tensor(data.draw(numbers)).view(tokens, choices)
     capacity = data.draw(st.none() | st.floats(0.1, 3.0))

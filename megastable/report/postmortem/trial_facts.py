@@ -36,8 +36,8 @@ LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
     "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
     "cut_lr_twice": "rate cut twice", "qk_clip": "QK-clip", "swiglu_clamp": "clamped SwiGLU",
-    "other_kernels": "plain PyTorch", "router_z_loss": "larger z-loss of routers", "balance_loss": "larger balance loss",
-    "router_rate": "lower rate of routers",
+    "other_kernels": "plain PyTorch", "router_z_loss": "larger z-loss of routers",
+    "balance_loss": "larger balance loss", "router_rate": "lower rate of routers",
 }  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross
 
