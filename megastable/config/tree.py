@@ -284,6 +284,9 @@ class KernelsConfig(Section):
     elementwise: Literal["auto", "torch", "triton"] = "auto"
     """QK-norm with RoPE, residual with norm, SwiGLU: by PyTorch's operations (`torch`), or by own kernels (`triton`, on
     GPUs). `auto`: by own ones where a measurement at the start finds them faster; not with `run.deterministic`."""
+    experts: Literal["auto", "loop", "grouped"] = "auto"
+    """Experts of a block: each a product of its own (`loop`), or all one (`grouped`). `auto`: grouped in bf16 on GPUs
+    from Hopper on."""
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "jsonl", "command"]

@@ -23,6 +23,7 @@ from megastable.engine.elementwise_choice import choose_parts
 from megastable.fp8.controller import Fp8
 from megastable.model.blocked import is_supported
 from megastable.model.gpt import Block, Embedding, FinalNorm
+from megastable.model.grouped import can_group
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 
@@ -55,8 +56,30 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
         is_compiled = False
     loss_kind = "chunked" if wanted_kernels.loss == "auto" else wanted_kernels.loss
     own_parts, own_notes = choose_parts(config, device)
+    is_grouped = wanted_kernels.experts == "grouped" or (
+        wanted_kernels.experts == "auto" and can_group(device, dtype)
+    )
+    if is_grouped and (reason := _no_groups(config)):
+        is_grouped = False
+        if wanted_kernels.experts == "grouped":
+            fallback_notes.append(f"kernels.experts=grouped: {reason}; each expert is a product of its own")
     all_notes = *fallback_notes, *own_notes
-    return Kernels(attention_core, loss_kind, is_compiled, fp8_backend, all_notes, own_parts)
+    return Kernels(
+        attention_core, loss_kind, is_compiled, fp8_backend, all_notes, own_parts, grouped=is_grouped
+    )
+
+
+def _no_groups(config: RunConfig) -> str | None:
+    """The reason why experts cannot be one product."""
+    if config.model.experts is None:
+        return "the model has no experts"
+    if config.precision.fp8 is not None:
+        return "FP8 has a scale for each matrix"
+    if config.parallel.zero == 3:
+        return "ZeRO 3 gathers the weights of one module at a time"
+    if config.parallel.schedule == "zero_bubble":
+        return "products whose weight gradients come later are single ones"
+    return None
 
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -154,7 +177,10 @@ class NumericsSwitch:
         self._plain = to.plain
         for block in self._blocks:
             block.compute_plainly(
-                "attention" in to.plain, "compile" in to.plain, own="elementwise" in to.plain
+                "attention" in to.plain,
+                "compile" in to.plain,
+                own="elementwise" in to.plain,
+                grouped="grouped" in to.plain,
             )
         for end_part in self._ends:
             end_part.plain = "compile" in to.plain

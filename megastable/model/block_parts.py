@@ -167,14 +167,16 @@ class MLP(nn.Module):
         return elementwise.swiglu(gate_up) if own_kernel else self.activation(gate_up)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x)
+        return self.down(self.run_activation(self.gate_up(x)))
+
+    def run_activation(self, gate_up: Tensor) -> Tensor:
+        """`activate`, compiled and recomputed as this block is."""
         run_activation = self.activate if self.fast is None or self.plain else self.fast
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.
-            return self.down(
-                checkpoint(run_activation, gate_up, use_reentrant=False, preserve_rng_state=False)
-            )
-        return self.down(run_activation(gate_up))
+            y: Tensor = checkpoint(run_activation, gate_up, use_reentrant=False, preserve_rng_state=False)
+            return y
+        return run_activation(gate_up)
 
 
 # Odd, with bits everywhere; products of int64 wrap. The last two and the shifts are those of MurmurHash3's finalizer.

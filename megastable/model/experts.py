@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megastable.base.products import linear
 from megastable.config.model import ExpertsConfig, ModelConfig
 from megastable.model.block_parts import MLP
 from megastable.model.elementwise import Elementwise
+from megastable.model.grouped import multiply_groups
 from megastable.parallel.mappings import (
     enter_tensor_region,
     gather_sequence,
@@ -121,11 +123,13 @@ class _TakeRows(torch.autograd.Function):
 
 
 class Dispatch(NamedTuple):
-    """The choices of n tokens, sorted by expert. places: int64 [m], place k t + i is the i-th choice of token t; sizes:
-    of every expert, [experts], on the host. m is n k unless a capacity drops some."""
+    """The choices of n tokens, sorted by expert; m of them, n k unless a capacity drops some.
+
+    places: int64 [m], place k t + i is the i-th choice of token t. counts: int64 [experts], how many each expert has.
+    """
 
     places: Tensor
-    sizes: list[int]
+    counts: Tensor
 
 
 def sort_by_expert(chosen: Tensor, experts: int, capacity: float | None) -> Dispatch:
@@ -139,7 +143,7 @@ def sort_by_expert(chosen: Tensor, experts: int, capacity: float | None) -> Disp
         first_of_expert = counts.cumsum(0) - counts
         position = torch.arange(len(places), device=places.device) - first_of_expert[flat_choices[places]]
         places, counts = places[position < most], counts.clamp_max(most)
-    return Dispatch(places, counts.tolist())
+    return Dispatch(places, counts)
 
 
 class Router(nn.Module):
@@ -158,18 +162,18 @@ class Router(nn.Module):
 class ExpertMLP(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
-    bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of the global batch before, for the balance loss
-    over steps. balance_weight, z_weight: of the router's losses, at first the configuration's. loss_scale: what the
-    gradients of losses are multiplied by. measured: of the micro-batches of a step. The engine sets bias, shares, scale
-    and measured; without one they are None, and 1.
+    grouped: whether all experts are one product. bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of
+    the global batch before, for the balance loss over steps. balance_weight, z_weight: of the router's losses, at first
+    the configuration's. loss_scale: what the gradients of losses are multiplied by. measured: of the micro-batches of a
+    step. The engine sets bias, shares, scale and measured; without one they are None, and 1.
     """
 
     def __init__(
         self, config: ModelConfig, experts: ExpertsConfig, tp: TensorParallel, name: str, recompute_core: bool,
-        own: Elementwise = Elementwise(), cp: ContextParallel = WHOLE,  # noqa: B008
+        own: Elementwise = Elementwise(), cp: ContextParallel = WHOLE, grouped: bool = False,  # noqa: B008
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.tp, self.cp = experts, tp, cp
+        self.config, self.tp, self.cp, self.grouped = experts, tp, cp, grouped
         self.router = Router(config, experts.count, tp, f"{name}.router")
         width = config.expert_width
         self.experts = nn.ModuleList(
@@ -214,14 +218,26 @@ class ExpertMLP(nn.Module):
         if measured is not None:
             self._measure(routing, len(tokens) * choices - len(dispatch.places), measured)
         rows = _TakeRows.apply(tokens, dispatch.places, choices)
-        parts = zip(self.experts, rows.split(dispatch.sizes), strict=True)
-        results = torch.cat([expert(part) for expert, part in parts])
+        results = self._compute_experts(rows, dispatch.counts)
         by_place = results.new_zeros(len(tokens) * choices, results.shape[-1])
         by_place = by_place.index_copy(0, dispatch.places, results).view(len(tokens), choices, -1)
         y = (by_place * weights.view(len(tokens), choices, 1)).sum(1).to(x.dtype)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return leave_tensor_region(y.view_as(entered), self.tp)
+
+    def _compute_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [m, hidden] of the tokens of each expert, side by side -> the experts' results, of the same shape."""
+        experts = [expert for expert in self.experts if isinstance(expert, MLP)]
+        products = {part.product for expert in experts for part in (expert.gate_up, expert.down)}
+        # What replaces a product, as FP8 and traces do, multiplies one matrix at a time.
+        if not self.grouped or products != {linear}:
+            parts = zip(experts, rows.split(counts.tolist()), strict=True)
+            return torch.cat([expert(part) for expert, part in parts])
+        ends = counts.cumsum(0).int()
+        gate_up = multiply_groups(rows, ends, [expert.gate_up.weight for expert in experts])
+        inner = experts[0].run_activation(gate_up)
+        return multiply_groups(inner, ends, [expert.down.weight for expert in experts])
 
     def _weigh_losses(self, routing: Routing) -> Tensor | None:
         """The weighted losses of this rank's part of the tokens, fp32 []; None without."""
@@ -270,6 +286,6 @@ def _make_expert(
 ) -> MLP:
     """An MLP of `width` for tokens [n, hidden] inside of the tensor-parallel region, whose results are partial sums."""
     expert = MLP(config, tp, name, recompute_core, own, width)
-    for linear in (expert.gate_up, expert.down):
-        linear.stay_inside()
+    for part in (expert.gate_up, expert.down):
+        part.stay_inside()
     return expert

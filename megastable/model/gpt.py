@@ -182,7 +182,7 @@ class Block(nn.Module):
         self.mlp: MLP | ExpertMLP = (
             MLP(config, tp, mlp_name, recomputes_core, self.own)
             if experts is None
-            else ExpertMLP(config, experts, tp, mlp_name, recomputes_core, self.own, cp)
+            else ExpertMLP(config, experts, tp, mlp_name, recomputes_core, self.own, cp, kernels.grouped)
         )
         has_post_norms = residual.placement == "both"
         self.attention_post_norm = make_norm(f"{name}.attention_post_norm") if has_post_norms else None
@@ -227,7 +227,7 @@ class Block(nn.Module):
         """Its norms; not those of attention's heads."""
         return [part for part in self.children() if isinstance(part, RMSNorm)]
 
-    def compute_plainly(self, attention: bool, compiled: bool, own: bool) -> None:
+    def compute_plainly(self, attention: bool, compiled: bool, own: bool, grouped: bool = False) -> None:
         """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the
         run's kernels again.
 
@@ -236,7 +236,10 @@ class Block(nn.Module):
             compiled: Whether nothing is compiled. To take no more memory than compiled code does, blocks are
                 recomputed then, and no own kernels are used either.
             own: Whether own kernels of elementwise work are left aside.
+            grouped: Whether every expert is a product of its own.
         """
+        if isinstance(self.mlp, ExpertMLP):
+            self.mlp.grouped = self._kernels.grouped and not grouped
         self._without_own = own
         self._plain = (attention or compiled) and self._kernels.compile
         self.attention.core = CORES["plain" if attention else self._kernels.attention]

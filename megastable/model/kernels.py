@@ -122,7 +122,8 @@ class Timing(NamedTuple):
 @dataclass(frozen=True)
 class Kernels:
     """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile. fp8: "off",
-    "emulated" or "te". elementwise: of `elementwise.PARTS`, what own kernels compute; measured: why these.
+    "emulated" or "te". elementwise: of `elementwise.PARTS`, what own kernels compute; measured: why these. grouped:
+    whether all experts of a block are one product.
 
     notes: requested kernels that are unavailable, each with the reason and the fallback.
     """
@@ -134,11 +135,13 @@ class Kernels:
     notes: tuple[str, ...] = ()
     elementwise: tuple[str, ...] = ()
     measured: tuple[Timing, ...] = ()
+    grouped: bool = False
 
     def __str__(self) -> str:
         block_text = "compiled" if self.compile else "not compiled"
         fp8_text = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
         own_text = f", own kernels for {', '.join(self.elementwise)}" if self.elementwise else ""
+        own_text += ", experts grouped" if self.grouped else ""
         measured_text = f" ({'; '.join(map(str, self.measured))})" if self.measured else ""
         return f"attention {self.attention}, loss {self.loss}, blocks {block_text}{own_text}{measured_text}{fp8_text}"
 
@@ -148,6 +151,8 @@ class Kernels:
         name has torch's version: after an update it is another kernel."""
         # In this order each is tried alone: own kernels first, as without compiled blocks they are not used either.
         names = {"elementwise": "own elementwise kernels"} if self.elementwise else {}
+        if self.grouped:
+            names["grouped"] = "grouped products of experts"
         if self.compile:
             names["compile"] = "torch.compile"
         if self.attention != "reference":

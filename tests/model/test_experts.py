@@ -14,6 +14,7 @@ from torch import Tensor
 from megastable.config.model import ModelConfig
 from megastable.model.experts import ExpertMLP, choose_experts, count_columns, sort_by_expert
 from megastable.model.gpt import GPT
+from megastable.model.grouped import view_together
 from megastable.model.sizes import count_parameters, flops_per_token
 from megastable.parallel.topology import TensorParallel
 
@@ -112,6 +113,36 @@ def test_what_a_router_chose_is_written_once_however_often_it_is_computed() -> N
     assert float(measured[-1]) == TOKENS * SAMPLES
 
 
+def share_storage(mlp: ExpertMLP, kind: str) -> None:
+    """The weights of experts one after the other in one buffer, as an optimizer lays them; or with a gap; or apart."""
+    parameters = list(mlp.experts.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters) + 3, dtype=parameters[0].dtype)
+    begin = 0
+    for number, parameter in enumerate(parameters):
+        begin += 3 * (kind == "gap" and number == 4)
+        if kind != "apart":
+            buffer[begin : begin + parameter.numel()] = parameter.detach().flatten()
+            parameter.data = buffer[begin : begin + parameter.numel()].view(parameter.shape)
+        begin += parameter.numel()
+
+
+@pytest.mark.parametrize("kind", ["flat", "gap", "apart"])
+@pytest.mark.parametrize("count", [5, 40])
+def test_grouped_products_are_those_of_a_loop(kind: str, count: int) -> None:
+    mlp, x = make_mlp(count=count, shared=1).float(), draw_tokens().float()
+    share_storage(mlp, kind)
+    together = view_together([expert.down.weight.detach() for expert in mlp.experts])
+    assert (together.data_ptr() == mlp.experts[0].down.weight.data_ptr()) == (kind == "flat")
+    found = []
+    for grouped in (False, True):
+        mlp.grouped = grouped
+        given = x.clone().requires_grad_()
+        y = mlp(given)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [given, *mlp.parameters()])])
+    for of_loop, of_groups in zip(*found, strict=True):
+        torch.testing.assert_close(of_groups, of_loop, rtol=1e-5, atol=1e-6)
+
+
 def test_a_bias_shifts_the_choice_and_not_the_weights() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     config = make_mlp(count=4, normalize=False).config
@@ -128,10 +159,10 @@ def test_choices_are_sorted_without_loss(
     numbers = st.lists(st.integers(0, experts - 1), min_size=choices * tokens, max_size=choices * tokens)
     chosen = torch.tensor(data.draw(numbers)).view(tokens, choices)
     capacity = data.draw(st.none() | st.floats(0.1, 3.0))
-    places, sizes = sort_by_expert(chosen, experts, capacity)
+    places, counts = sort_by_expert(chosen, experts, capacity)
     most = tokens * choices if capacity is None else max(1, int(capacity * tokens * choices / experts))
     wanted = [[p for p, c in enumerate(chosen.flatten().tolist()) if c == e][:most] for e in range(experts)]
-    assert sizes == [len(part) for part in wanted]
+    assert counts.tolist() == [len(part) for part in wanted]
     assert places.tolist() == [place for part in wanted for place in part]
 
 

@@ -36,6 +36,7 @@ def config(tied: bool = False, batch: int = BATCH, **parts: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "model": model | parts.pop("model", {}),
         "precision": {"kind": parts.pop("precision", "fp32")},
+        "kernels": parts.pop("kernels", {}),
         "train": {"global_batch": batch, "micro_batch": parts.pop("micro_batch", 2), "steps": STEPS},
         "parallel": parts,
     }
@@ -218,6 +219,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts": (1, {"model": EXPERTS}),
     "experts-dp2": (2, {"model": EXPERTS | {"layers": 3}}),
     "experts-tp2": (2, {"tensor": 2, "model": EXPERTS}),
+    "experts-grouped-tp2-dp2-selective": (
+        4, {"tensor": 2, "recompute": "selective", "model": EXPERTS, "kernels": {"experts": "grouped"}},
+    ),
     "experts-sigmoid-tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID}),
     "experts-sigmoid-pp2": (2, {"pipeline": 2, "model": SIGMOID | {"layers": 3}}),
     "experts-context2-zero2": (2, {"context": 2, "zero": 2, "model": EXPERTS}),
