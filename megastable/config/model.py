@@ -104,7 +104,7 @@ class ExpertsConfig(Section):
     bias_rate: NonNegativeFloat = 1e-3
     """After each update a bias, which only the choice of experts sees, grows by this for every expert with fewer tokens
     than the mean, and falls for the others (arXiv:2408.15664); 0: no bias."""
-    balance_loss: NonNegativeFloat = 1e-4
+    balance_loss: NonNegativeFloat = 1e-2
     """Weight of the loss that is 1 if all experts have as many tokens (arXiv:2101.03961); 0: none."""
     balance_over: Literal["micro_batch", "step"] = "micro_batch"
     """Whose tokens that loss counts: those of the micro-batch, or of the global batch before (arXiv:2501.11873)."""

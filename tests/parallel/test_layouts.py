@@ -224,6 +224,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "experts-sigmoid-tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID}),
     "experts-sigmoid-pp2": (2, {"pipeline": 2, "model": SIGMOID | {"layers": 3}}),
+    "experts-sigmoid-pp2-chunks": (2, {"pipeline": 2, "model_chunks": 2, "model": SIGMOID | {"layers": 4}}),
+    "experts-pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "zero_bubble", "model": EXPERTS}),
     "experts-context2-zero2": (2, {"context": 2, "zero": 2, "model": EXPERTS}),
     "experts-zero3-dp2-selective": (2, {"zero": 3, "recompute": "selective", "model": SIGMOID}),
     "experts-tied-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "tied": True, "model": EXPERTS}),
