@@ -78,6 +78,7 @@ class OptimizerTensors:
 
 
 ADAM = OptimizerTensors(lambda _: KINDS)
+NONE: Mapping[str, Tensor] = {}
 
 
 def write_run(
@@ -88,6 +89,7 @@ def write_run(
     *,
     optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
+    expert_state: Mapping[str, Tensor] = NONE,
     ledgers: Path | None = None,
     people: Sequence[Event] = (),
     watch: Callable[[int], None] = lambda _: None,
@@ -96,8 +98,9 @@ def write_run(
 
     run: its recipe; tensor and pipeline size, ZeRO and precision are taken from it, the data-parallel size from
     state.layout. whole(name, kind): whole tensors, any float dtype, each requested once; optimizer: state to write,
-    too. origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends are copied.
-    people: further events, of what they have changed. watch: called with the bytes written since the last call.
+    too. origin: fields of the journal's event `imported`. expert_state: of the routers, as `WholeState.expert_state`.
+    ledgers: a run directory whose skips and blends are copied. people: further events, of what they have changed.
+    watch: called with the bytes written since the last call.
 
     Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
     then nothing is left behind.
@@ -122,8 +125,8 @@ def write_run(
             checkpoint = made.checkpoints / store.name_of(state.step)
             checkpoint.mkdir()
             write_checkpoint(
-                checkpoint, run, state, made.recipe.read_bytes(), whole, layout, optimizer, watch
-            )
+                checkpoint, run, state, made.recipe.read_bytes(), whole, layout, optimizer, watch, expert_state
+            )  # fmt: skip
             durable.write_file(made.checkpoints / store.LATEST, checkpoint.name.encode())
             log = RunLog(made)
             log.commit_event(Imported(step=state.step, **origin))
@@ -142,11 +145,12 @@ def write_run(
 
 def write_checkpoint(
     folder: Path, run: RunConfig, state: RunState, recipe: bytes, whole: Whole, layout: Layout,
-    optimizer: OptimizerTensors | None, watch: Callable[[int], None],
+    optimizer: OptimizerTensors | None, watch: Callable[[int], None], expert_state: Mapping[str, Tensor] = NONE,
 ) -> None:  # fmt: skip
     """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
     kinds_of = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
-    file_records, all_finite = write_shared(folder, optimizer.shared if optimizer is not None else {})
+    shared_state = {**expert_state, **(optimizer.shared if optimizer is not None else {})}
+    file_records, all_finite = write_shared(folder, shared_state)
     for stage, parameters in enumerate(_stages(run, layout.pipeline)):
         stage_records, stage_finite = _write_stage(folder, parameters, stage, layout, kinds_of, whole, watch)
         file_records |= stage_records

@@ -24,7 +24,8 @@ from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
-from megastable.model.gpt import GPT, Head, set_updates
+from megastable.model.experts import ExpertMLP
+from megastable.model.gpt import GPT, Block, Head, set_updates
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.parallel.sharding import placement_of, set_placement
 from megastable.parallel.topology import TensorParallel
@@ -110,6 +111,18 @@ def without_weights(config: ModelConfig, device: torch.device) -> GPT:
         return GPT(config, TensorParallel(), recompute="none", seed=None, kernels=CAPPED if capped else PLAIN)
 
 
+def experts_in(gpt: GPT) -> dict[int, ExpertMLP]:
+    """The routed experts of a whole model, by block."""
+    blocks = (module for module in gpt.modules() if isinstance(module, Block))
+    return {number: block.mlp for number, block in enumerate(blocks) if isinstance(block.mlp, ExpertMLP)}
+
+
+def set_biases(gpt: GPT, biases: Tensor | None, device: torch.device) -> None:
+    """Give every router of a whole model its bias of the choice. biases: fp32 [layers, experts]; None: without."""
+    for block, mlp in experts_in(gpt).items():
+        mlp.bias = None if biases is None else biases[block].to(device)
+
+
 def find_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
     path = recipe.find_recipe(path)
@@ -152,6 +165,7 @@ def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, de
     """Fill an empty model with the weights of a checkpoint."""
     whole_state = WholeState(checkpoint)
     whole_state.check_fits(model)
+    set_biases(gpt, whole_state.biases, device)
     for module in gpt.modules():
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             placement = placement_of(parameter)

@@ -26,6 +26,7 @@ from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.adjustments import SWIGLU_CLAMP
+from megastable.engine.expert_routing import BIAS, PREFIX
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import outline_model
 from megastable.optim.build import is_interchangeable
@@ -169,6 +170,16 @@ class WholeState:
             return {}
         shared_reader = Reader(shared_path)
         return read_tensors(shared_reader)
+
+    @property
+    def expert_state(self) -> dict[str, Tensor]:
+        """What of the shared state belongs to the model, whatever the optimizer: that of its routers, by name."""
+        return {name: tensor for name, tensor in self.shared.items() if name.startswith(PREFIX)}
+
+    @property
+    def biases(self) -> Tensor | None:
+        """The bias of the choice of experts, fp32 [layers, experts]; None if there is none."""
+        return self.shared.get(BIAS)
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""

@@ -17,6 +17,7 @@ from megastable.model.gpt import Block
 from megastable.parallel.topology import Topology
 
 PREFIX = "experts/"  # of its state among the shared state
+BIAS = f"{PREFIX}bias"
 
 
 class ExpertRouting:
@@ -39,7 +40,7 @@ class ExpertRouting:
             if isinstance(part, Block) and isinstance(part.mlp, ExpertMLP):
                 layer = int(part.name.rpartition(".")[2])
                 self._mlps[layer] = part.mlp
-                part.mlp.bias = self.bias[layer] if config.experts.bias_rate else None
+                part.mlp.bias = self.bias[layer]
                 part.mlp.shares = self.shares[layer]
 
     def begin_step(self, loss_scale: float) -> None:
@@ -80,7 +81,7 @@ class ExpertRouting:
     @property
     def shared(self) -> dict[str, Tensor]:
         """Its state by name; the originals."""
-        return {f"{PREFIX}bias": self.bias, f"{PREFIX}shares": self.shares}
+        return {BIAS: self.bias, f"{PREFIX}shares": self.shares}
 
     def restore_state(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with what `shared` had; from a state without experts, from the beginning."""

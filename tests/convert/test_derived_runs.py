@@ -195,6 +195,27 @@ def test_reshaped_runs_train_on_as_from_the_checkpoint_itself(corpus: Path, tmp_
     assert a.recent_losses[:3] == bare.recent_losses[:3] and a.recent_losses[3] != bare.recent_losses[3]
 
 
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_derived_runs_keep_what_their_routers_choose_by(optimizer: bool, tmp_path: Path) -> None:
+    run = recipe_of(experts={"count": 4, "top_k": 2})
+    held = numbers(run)
+    biases = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    first, second = (
+        write_run(
+            tmp_path / f"run-{number}", run, state_of(), lambda *of: held[of], origin={},
+            optimizer=ADAM if optimizer else None, expert_state={"experts/bias": bias},
+        )
+        for number, bias in enumerate(biases)
+    )  # fmt: skip
+    exported = reshape_checkpoint(first, tmp_path / "exported", optimizer=False)
+    reshaped = reshape_checkpoint(first, tmp_path / "reshaped", Sizes(tensor=2, data=1))
+    for made in (exported, reshaped):
+        assert WholeState(made.checkpoint).expert_state.keys() == {"experts/bias"}
+        assert torch.equal(WholeState(made.checkpoint).biases, biases[0])
+    mean = average_checkpoints([first, second], tmp_path / "mean", [1, 3])
+    torch.testing.assert_close(WholeState(mean.checkpoint).biases, biases[0] / 4 + 3 * biases[1] / 4)
+
+
 # A final decay
 
 PEAK, AT, STEPS = 3e-3, 6, 12  # of the parent: it is branched at step AT

@@ -23,7 +23,8 @@ from megastable.config.tree import RunConfig
 from megastable.data.manifest import adopt_shards
 from megastable.data.shards import ShardWriter
 from megastable.data.tokenizer import Tokenizer
-from megastable_tools.convert.huggingface.architectures import ARCHITECTURES
+from megastable.engine.expert_routing import BIAS
+from megastable_tools.convert.huggingface.architectures import ARCHITECTURES, RoutedExperts
 from megastable_tools.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
 from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from tests.conftest import tiny
@@ -55,6 +56,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"layers": 2, "qk_norm": False, "window": 7, "rope_scaling": YARN},
     "olmo3": {"layers": 5, "qk_norm": "full", "norms": "after", "window": 7, "full_attention_every": 4},
     "gemma2": GEMMA2,
+    "qwen3-moe": {
+        "layers": 3, "window": 9,
+        "experts": {"count": 4, "top_k": 2, "ffn": 24, "first_dense": 1, "normalize": False, "bias_rate": 0},
+    },
+    "mixtral": {"layers": 2, "qk_norm": False, "experts": {"count": 3, "top_k": 2, "bias_rate": 0}},
+    "olmoe": {"layers": 2, "qk_norm": "full", "ffn": 48, "experts": {"count": 4, "top_k": 3, "ffn": 40}},
+    "dots1": {
+        "layers": 3, "window": 7, "full_attention_every": 2,
+        "experts": {
+            "count": 6, "top_k": 2, "ffn": 16, "shared": 2, "first_dense": 1, "gate": "sigmoid", "scale": 2.5,
+        },
+    },
 }  # fmt: skip
 # The same in their words.
 THEIR_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -71,8 +84,21 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "attention_softcap": st.none() | st.floats(0.1, 99), "logit_softcap": st.none() | st.floats(0.1, 99),
     }  # fmt: skip
     found = kind.fixed_values() | {key: draw(any_of[key]) for key in any_of if key in kind.free}
+    if kind.experts is not None:
+        found["experts"] = draw(expert_choices(kind.experts))
     every = st.none() | st.integers(2, 5) if found["window"] is not None else st.none()
     return found | ({"full_attention_every": draw(every)} if "full_attention_every" in kind.free else {})
+
+
+@st.composite
+def expert_choices(draw: st.DrawFn, kind: RoutedExperts) -> dict[str, Any]:
+    """Keys of `ExpertsConfig`, all that an architecture says but the first dense layers."""
+    any_of: dict[str, st.SearchStrategy[Any]] = {
+        "count": st.integers(2, 9), "ffn": st.none() | st.integers(1, 99), "normalize": st.booleans(),
+        "scale": st.floats(0.1, 9), "shared": st.integers(1, 3),
+    }  # fmt: skip
+    found = kind.fixed_values() | {key: draw(any_of[key]) for key in any_of if key in kind.keys}
+    return found | {"top_k": draw(st.integers(2, found["count"]))}
 
 
 @pytest.fixture(scope="session")
@@ -118,12 +144,29 @@ def make(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return made
 
 
-def write_random(out: Path, run: RunConfig, **changed: Tensor) -> Path:
+def write_random(
+    out: Path, run: RunConfig, expert_state: dict[str, Tensor] | None = None, **changed: Tensor
+) -> Path:
     p = run.parallel
     layout = store.LayoutState(tensor=p.tensor, pipeline=p.pipeline, data=2, zero=p.zero, precision="bf16")
     state = store.RunState(step=7, order_fingerprint="0" * 64, layout=layout)
     whole = random_weights(run.model) | changed
-    return write_run(out, run, state, lambda name, kind: whole[name], optimizer=None, origin={})
+    return write_run(
+        out, run, state, lambda name, kind: whole[name], optimizer=None, origin={},
+        expert_state=draw_biases(run.model) if expert_state is None else expert_state,
+    )  # fmt: skip
+
+
+def draw_biases(config: ModelConfig) -> dict[str, Tensor]:
+    """Of the choice of experts where an architecture has them: many choices are others without."""
+    if config.experts is None or config.experts.gate != "sigmoid":
+        return {}
+    biases = 0.2 * torch.randn(
+        config.layers, config.experts.count, generator=torch.Generator().manual_seed(1)
+    )
+    for block in range(config.experts.first_dense):
+        biases[block] = 0
+    return {BIAS: biases}
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

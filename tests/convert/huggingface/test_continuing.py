@@ -27,6 +27,11 @@ GEMMA2 = {
     "sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
 }  # fmt: skip
 
+DOTS1 = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 
 def train(config: RunConfig) -> int:
     from megastable.train import train
@@ -41,8 +46,9 @@ def train(config: RunConfig) -> int:
         ("qwen2", {}, {"parallel": {"tensor": 2}, "precision": {"kind": "bf16", "fp8": "delayed"}}, 2),
         ("gemma2", GEMMA2, {"parallel": {"pipeline": 2}, "precision": {"kind": "fp32"}}, 2),
         ("mistral", {"sliding_window": 7, "rope_parameters": THEIR_YARN}, {"precision": {"kind": "fp32"}}, 1),
+        ("dots1", DOTS1, {"parallel": {"pipeline": 2}, "precision": {"kind": "fp32"}}, 2),
     ],
-    ids=["qwen2-tp2-fp8", "gemma2-pp2", "mistral-yarn"],
+    ids=["qwen2-tp2-fp8", "gemma2-pp2", "mistral-yarn", "dots1-pp2"],
 )  # fmt: skip
 def test_import_continue_export(
     text_corpus: Path, tokenizer: Tokenizer, tmp_path: Path, kind: str, options: dict[str, Any],
@@ -55,7 +61,11 @@ def test_import_continue_export(
         kind, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=8192, eos_token_id=tokenizer.eod, **options,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2)
+    model.save_pretrained(tmp_path / "theirs")
     tokenizer.copy_to(tmp_path / "theirs")
     tree = {
         "model": {"sequence_length": 32, "vocab_multiple": 64},
@@ -74,6 +84,11 @@ def test_import_continue_export(
     assert after.checkpoint.name == "step-3" and after.names == before.names
     for name in after.names:
         assert not torch.equal(before.read_tensor(name, "weight"), after.read_tensor(name, "weight")), name
+    if kind == "dots1":
+        assert before.biases is not None and after.biases is not None and before.biases[1].all()
+        moves = (after.biases - before.biases)[1].abs() / 1e-3  # once per update, by the rate
+        assert not before.biases[0].any() and not after.biases[0].any()  # a dense layer
+        assert 0 < float(moves.max()) < 3.001 and torch.allclose(moves, moves.round(), atol=1e-3)
     losses = records.read_newest_records(tmp_path / "run/steps")["loss"].to_pylist()
     assert len(losses) == 3 and all(map(math.isfinite, losses))
     layers = records.read_newest_records(tmp_path / "run/layers", records.LAYER_SCHEMA)["name"].to_pylist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from safetensors import safe_open
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.plain import load_plain
+from megastable.checkpoint.plain import load_plain, set_biases
 from megastable_tools.convert.huggingface import export
+from megastable_tools.convert.huggingface.architectures import BIAS
 from megastable_tools.convert.huggingface.export import NotTheSame, to_hf
 from megastable_tools.convert.huggingface.folder import (
     SINGLE,
@@ -54,7 +57,9 @@ def test_to_hf_gives_the_same_logits_in_transformers(
     assert [row.of for row in found.rows] == ["random tokens", "text of the validation corpus"]
     assert all(row.largest < 2e-5 and row.kl < 1e-11 for row in found.rows)
     assert all(row.agree == 1 and row.tokens == 96 for row in found.rows)
-    assert {tensor.dtype for tensor in exported(tmp_path / "out").values()} == {export.DTYPES[dtype]}
+    dtypes = {(tensor.dtype, name.endswith(BIAS)) for name, tensor in exported(tmp_path / "out").items()}
+    assert dtypes - {(torch.float32, True)} == {(export.DTYPES[dtype], False)}
+    assert ((torch.float32, True) in dtypes) == (name == "dots1")
     # And by our own reader.
     ours, theirs = load_plain(checkpoint), load_folder(tmp_path / "out")
     if dtype == "fp32":
@@ -105,6 +110,38 @@ def test_to_hf_refuses_scales_that_no_weight_can_take(
     with pytest.raises(ConfigError, match=named):
         to_hf(make(model | {"mup": MUP}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_to_hf_refuses_a_bias_without_a_home_unless_it_may_be_dropped(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    run = configured(text_corpus, tmp_path / "run", MODELS["olmoe"])
+    biases = torch.zeros(2, 4)
+    biases[1, 2] = -0.125
+    checkpoint = write_random(tmp_path / "run", run, expert_state={"experts/bias": biases})
+    largest = r"the largest is -0.125 \(block 1, expert 2\), and a OlmoeForCausalLM has none"
+    with pytest.raises(
+        CheckpointError, match=rf"{largest}\. --drop-expert-bias .*Dots1ForCausalLM has a bias"
+    ):
+        to_hf(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    drop = functools.partial(compare_logits, drop_expert_bias=True)
+    made = to_hf(checkpoint, tmp_path / "out", dtype="fp32", drop_expert_bias=True, check=drop)
+    assert made.checked is not None and not made.checked.failed
+    assert any(re.search(largest + ": it was left out", note) for note in made.notes)
+    # What that costs is said: the share of choices, which are counted here by another way.
+    (note,) = (note for note in made.checked.notes if "choices" in note)
+    said = re.search(r"without the bias ([\d.]+)% of the choices of experts are others", note)
+    assert (
+        said and 2 < float(said[1]) < 17
+    )  # a bias of one expert, in one of two layers; a third of three choices
+    # Without leave the difference is one.
+    assert re.search(largest, compare_logits(checkpoint, made.out).verdict)
+    with_it, without = load_plain(checkpoint), load_folder(made.out)
+    tokens = torch.arange(VOCABULARY)[:40].unsqueeze(0)
+    assert not torch.equal(with_it(tokens), without(tokens))
+    set_biases(with_it.gpt, None, with_it.device)
+    assert torch.equal(with_it(tokens), without(tokens))
 
 
 def test_to_hf_leaves_nothing_that_computes_something_else(make: Make, tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 GEMMA2 = {
     "sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+DOTS1 = {"n_routed_experts": 6, "n_shared_experts": 2, "norm_topk_prob": True}
 # (type, entries of config.json, in fp16, the class that goes out)
 THEIRS: list[tuple[str, dict[str, Any], bool, str]] = [
     ("llama", {}, True, "llama"),
@@ -146,6 +148,13 @@ THEIRS: list[tuple[str, dict[str, Any], bool, str]] = [
     ("gemma2", GEMMA2, True, "gemma2"),
     ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}, False, "gemma2"),
     ("gemma2", GEMMA2 | {"layer_types": ["sliding_attention"] * 2, "rope_parameters": YARN}, False, "gemma2"),
+    ("qwen3_moe", WINDOW | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2}, False, "qwen3_moe"),
+    ("qwen3_moe", EXPERTS | {"num_experts": 5, "norm_topk_prob": True}, True, "qwen3_moe"),
+    ("mixtral", {"num_local_experts": 3, "sliding_window": 7, "rope_parameters": YARN}, False, "mixtral"),
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "pad_token_id": None, "head_dim": 8}, False, "olmoe"),
+    ("dots1", EXPERTS | DOTS1 | {"first_k_dense_replace": 1}, True, "dots1"),
+    ("dots1", EXPERTS | DOTS1 | {"sliding_window": 7, "max_window_layers": 0, "routed_scaling_factor": 2.5}, False,
+     "dots1"),
 ]  # fmt: skip
 
 
@@ -161,13 +170,16 @@ def test_from_hf_takes_what_transformers_made(
     tied = kind == "gemma2"
     config = AutoConfig.for_model(
         kind, vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
-        tie_word_embeddings=tied, eos_token_id=2, **options,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+        eos_token_id=2, **{"head_dim": 12} | options,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(0.3 * torch.randn(p.shape) + ("norm" in name))  # biases, too
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     (model.half() if half else model).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     tokenizer.copy_to(tmp_path / "theirs")
     made = from_hf(tmp_path / "theirs", tmp_path / "run", base)

@@ -34,8 +34,13 @@ def test_compare_finds_a_number_that_differs(make: Make, tmp_path: Path) -> None
     assert re.match("NOT THE SAME: 1 of .* tensors differ, the first is model.norm.weight", found.verdict)
 
 
+MIXTURES = ["qwen3-moe", "mixtral", "dots1"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2", "olmo3", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-tied", "llama", "olmo2", "olmo3", "mistral", "gemma2", *MIXTURES]
+)
 def test_compare_goes_layer_by_layer_if_memory_is_short(
     make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint.whole import describe_parameters
@@ -19,6 +20,7 @@ from megastable_tools.convert.huggingface.architectures import (
     EVERYWHERE,
     GEMMA2,
     architecture_of,
+    map_biases,
     map_tensor_names,
     merge_tensors,
     split_tensor,
@@ -34,18 +36,29 @@ OLMO_3 = {"qk_norm": "full", "norms": "after", "window": 9}
 OWN = EVERYWHERE | GEMMA2.fixed_values().keys() | GEMMA2.free | {"sequence_length"}  # all that a folder says
 
 
+TWO_EXPERTS = {"count": 8, "top_k": 2, "ffn": 16}
+MIXTURES = {name: MODELS[name] for name in ("qwen3-moe", "mixtral", "olmoe", "dots1")}
+
+
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     kv_heads, chosen = draw(st.integers(1, 8)), draw(choices())
     yarn = {"kind": "yarn", "factor": 3.5, "original_length": 99, "beta_fast": 30.5, "attention_factor": 1.1}
     scaling = draw(st.sampled_from([None, {"kind": "linear", "factor": 2.5}, LLAMA_3, yarn]))
-    return ModelConfig(
+    config = ModelConfig(
         layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
         hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
         vocab_size=draw(st.integers(1, 10**6)), tied=draw(st.booleans()),
         norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1.5, 1e8)),
         sequence_length=draw(st.integers(1, 10**6)), **{"rope_scaling": scaling} | chosen,
     )  # fmt: skip
+    return fit_heads(config)
+
+
+def fit_heads(config: ModelConfig) -> ModelConfig:
+    """An OLMoE's heads are as wide as `hidden` together."""
+    is_olmoe = config.qk_norm == "full" and config.experts is not None
+    return config.model_copy(update={"hidden": config.heads * config.head_width} if is_olmoe else {})
 
 
 @given(models())
@@ -57,7 +70,18 @@ def test_settings_of_reads_back(config: ModelConfig) -> None:
     assert (read.score_scale, *map(read.window_of, range(config.layers))) == (
         config.score_scale, *map(config.window_of, range(config.layers))
     )  # fmt: skip
-    written = {"attention_scale", "window", "full_attention_every"}  # which have several spellings
+    written = {
+        "attention_scale",
+        "window",
+        "full_attention_every",
+        "experts",
+        "ffn",
+    }  # which have several spellings
+    if config.experts is not None:
+        assert read.experts is not None and read.expert_width == config.expert_width
+        assert read.experts == config.experts.model_copy(update={"ffn": read.experts.ffn})
+    else:
+        assert read.ffn_width == config.ffn_width
     assert all(found[key] == getattr(config, key) for key in OWN - written)
     # As one transformers or the other writes it.
     for keys in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
@@ -73,12 +97,13 @@ def test_settings_of_reads_back(config: ModelConfig) -> None:
         {"window": 9}, {"window": 9, "full_attention_every": 3}, {"qk_norm": False, "window": 9}, OLMO_3,
         {**OLMO_3, "full_attention_every": 4}, GEMMA2_MODEL,
         GEMMA2_MODEL | {"window": None, "full_attention_every": None},
+        *(MODELS[name] | {"kv_heads": 2} for name in MIXTURES),
     ],
 )  # fmt: skip
 def test_settings_of_is_read_by_transformers(options: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    sizes = {"vocab_size": 90, "hidden": 64, "heads": 4, "kv_heads": 2, "rope_theta": 5e5}
+    sizes = {"vocab_size": 90, "hidden": 64, "heads": 4, "kv_heads": 2, "rope_theta": 5e5, "ffn": 64}
     config = ModelConfig(**sizes | options)
     settings = settings_of(config, "bfloat16", TOKENS)
     theirs = AutoConfig.for_model(**settings)
@@ -99,9 +124,12 @@ def test_model_of_takes_the_defaults_of_transformers(kind: str) -> None:
     name = {one.type: one.name for one in KNOWN.values()}[kind]
     least = {"model_type": kind, "architectures": [name], "hidden_size": 128, "intermediate_size": 100}
     least |= {"num_hidden_layers": 9, "num_attention_heads": 32, "vocab_size": 10}
+    if kind == "dots1":
+        least |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     theirs, found = AutoConfig.for_model(**least), model_of(least, "config.json")
     assert found["kv_heads"] == theirs.num_key_value_heads
-    assert found["head_dim"] == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    heads_width = theirs.hidden_size // theirs.num_attention_heads
+    assert found["head_dim"] == (getattr(theirs, "head_dim", None) or heads_width)
     rope = theirs.rope_parameters
     assert found["norm_eps"] == theirs.rms_norm_eps
     assert found["rope_theta"] == rope.get("sliding_attention", rope)["rope_theta"]
@@ -112,10 +140,68 @@ def test_model_of_takes_the_defaults_of_transformers(kind: str) -> None:
         types = ["sliding_attention"] * 9
     for block, layer in enumerate(types or ["full_attention"] * 9):
         assert read.window_of(block) == (theirs.sliding_window if layer == "sliding_attention" else None)
+    if read.experts is not None:
+        assert (
+            read.experts.count == theirs.num_local_experts
+            and read.experts.top_k == theirs.num_experts_per_tok
+        )
+        assert read.expert_width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert read.experts.normalize == getattr(theirs, "norm_topk_prob", True)
+        assert read.experts.scale == getattr(theirs, "routed_scaling_factor", 1)
+        assert read.experts.first_dense == 0
     if kind == "gemma2":
         assert read.score_scale == theirs.query_pre_attn_scalar**-0.5
         assert read.attention_softcap == theirs.attn_logit_softcapping == 50
         assert read.logit_softcap == theirs.final_logit_softcapping == 30
+
+
+def of_mixture(name: str) -> dict[str, Any]:
+    config = ModelConfig(**{"vocab_size": 90, "hidden": 32, "heads": 4, "ffn": 64} | MIXTURES[name])
+    return settings_of(config, "float32", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "experts"),
+    [
+        ("qwen3-moe", {"mlp_only_layers": [], "decoder_sparse_step": 3}, {"first_dense": 2}),
+        ("qwen3-moe", {"mlp_only_layers": None}, {"first_dense": 0}),
+        ("qwen3-moe", {"num_experts": ..., "num_local_experts": 7}, {"count": 7}),
+        ("qwen3-moe", {"norm_topk_prob": ...}, {"normalize": False}),
+        ("dots1", {"first_k_dense_replace": 2, "scoring_func": "noaux_tc"}, {"first_dense": 2}),
+        ("dots1", {"routed_scaling_factor": ...}, {"scale": 1.0}),
+        ("olmoe", {"router_aux_loss_coef": 0.3, "output_router_logits": True}, {"top_k": 3}),
+        ("mixtral", {"router_jitter_noise": 0.1, "num_experts_per_tok": 3}, {"top_k": 3}),
+    ],
+)  # fmt: skip
+def test_model_of_reads_experts(name: str, change: dict[str, Any], experts: dict[str, Any]) -> None:
+    given = {key: value for key, value in (of_mixture(name) | change).items() if value is not ...}
+    assert model_of(given, "config.json")["experts"].items() >= experts.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\], .*: of 3 layers, 1 have no experts"),
+        ("qwen3-moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}, r"mlp_only_.*, decoder_sparse_step=2: not s"),
+        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, ".* 3 have no experts"),
+        ("qwen3-moe", {"mlp_only_layers": [True]}, "mlp_only_layers=.*must list numbers"),
+        ("qwen3-moe", {"num_local_experts": 9}, "num_experts and num_local_experts disagree"),
+        ("qwen3-moe", {"num_experts": 0}, "num_experts=0: it must be a whole number"),
+        ("qwen3-moe", {"norm_topk_prob": 1}, "norm_topk_prob=1: it must be true or false"),
+        ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': unknown key"),
+        ("qwen3-moe", {"n_shared_experts": 1}, "n_shared_experts=1: unknown key"),
+        ("dots1", {"n_group": 4}, "n_group=4: not supported: its experts are of one group"),
+        ("dots1", {"topk_group": 2}, "topk_group=2: not supported"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax': not supported: its scores are sigmoids"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts=None: it must be a whole number"),
+        ("dots1", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1: it must be a whole number"),
+        ("dots1", {"routed_scaling_factor": 0}, "routed_scaling_factor=0: it must be a number above 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: not supported"),
+    ],
+)  # fmt: skip
+def test_model_of_refuses_other_experts(name: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^config.json: {named}"):
+        model_of(of_mixture(name) | change, "config.json")
 
 
 # config.json of models as they lie on the Hub.
@@ -190,12 +276,13 @@ def test_model_of_refuses_what_an_architecture_has_in_part(
 @st.composite
 def small_models(draw: st.DrawFn) -> ModelConfig:
     kv_heads = draw(st.integers(1, 3))
-    return ModelConfig(
+    config = ModelConfig(
         layers=draw(st.integers(1, 3)), hidden=draw(st.integers(1, 9)), heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)), ffn=draw(st.integers(1, 11)),
         vocab_size=draw(st.integers(1, 30)), vocab_multiple=draw(st.sampled_from([1, 8, 16])),
         tied=draw(st.booleans()), **draw(choices()),
     )  # fmt: skip
+    return fit_heads(config)
 
 
 @given(small_models())
@@ -217,17 +304,21 @@ def test_table_maps_parameters_to_disjoint_tensors_and_back(config: ModelConfig)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_table_has_the_names_of_transformers(name: str) -> None:
+def test_table_has_the_names_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 50}
     config = ModelConfig(**sizes | MODELS[name])
     settings = settings_of(config, "float32", {"bos": None, "eos": None, "pad": None})
-    with torch.device("meta"):
+    with torch.device("meta" if config.experts is None else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if config.experts is not None:  # in files they have other names
+        model.save_pretrained(tmp_path)
+        theirs = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     assert type(model).__name__ == architecture_of(config).name
-    assert {p.name: p.shape for parts in map_tensor_names(config).values() for p in parts} == theirs
+    ours = [part for parts in map_tensor_names(config).values() for part in parts]
+    assert {part.name: part.shape for part in [*ours, *map_biases(config).values()]} == theirs
 
 
 @pytest.mark.parametrize(
@@ -244,6 +335,15 @@ def test_table_has_the_names_of_transformers(name: str) -> None:
         (GEMMA2_MODEL | {"attention_scale": 0.07}, "attention_scale=0.07: .*the nearest is 0.07001"),
         ({"qk_norm": "full", "norms": "after", "window": 9, "rope_scaling": {"kind": "linear", "factor": 2.0}},
          "model.window=9 .*model.rope_scaling=.*Olmo2ForCausalLM with window=None; Olmo3.* with rope_scaling=None"),
+        ({"experts": TWO_EXPERTS | {"gate": "sigmoid"}},
+         "model.experts.gate=sigmoid with model.experts.shared=0: .*Qwen3Moe.* with experts.gate=softmax; "
+         "Dots1ForCausalLM with experts.shared=1"),
+        ({"experts": TWO_EXPERTS | {"capacity": 1.25}}, "experts.capacity=1.25: .*Qwen3Moe.* experts.capacity=None"),
+        ({"experts": TWO_EXPERTS | {"shared": 1}}, "model.experts.shared=1 .*Qwen3Moe.* with experts.shared=0; Dots1"),
+        ({"qk_norm": False, "experts": TWO_EXPERTS | {"normalize": False}},
+         "model.qk_norm=False with model.experts.normalize=False: .*Mixtral.* with experts.normalize=True"),
+        ({"qk_norm": "full", "norms": "after", "experts": TWO_EXPERTS}, "model.norms=after: .*Olmoe.* norms=before"),
+        ({"qk_norm": "full", "head_dim": 32, "experts": TWO_EXPERTS}, "model.head_dim=32: Olmoe.* hidden / heads = 64"),
     ],
 )  # fmt: skip
 def test_table_refuses_what_has_no_home(options: dict[str, Any], named: str) -> None:

@@ -233,6 +233,36 @@ def export_weights(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> N
 
 
 @app.add_command(
+    "upcycle",
+    examples="""
+    megastable checkpoint upcycle runs/dense runs/moe model.experts.count=8 model.experts.top_k=2
+    megastable checkpoint upcycle runs/dense runs/fine model.experts='{count: 32, top_k: 8, ffn: 512}'
+    """,
+)
+def upcycle_run(
+    checkpoint: Checkpoint, out: Out, overrides: Overrides = None,
+    noise: Annotated[float, typer.Option(min=0, help="Added to experts, in units of each matrix's rms")] = 0.0,
+    as_json: Json = False
+) -> None:  # fmt: skip
+    """Make OUT, a run whose experts are copies or slices of a dense MLP (arXiv:2212.05055, arXiv:2410.07524).
+
+    It computes what the checkpoint does, and continues at its step with fresh moments.
+    """
+    from megastable.base.progress_bar import show_bar
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable.model.sizes import count_parameters
+    from megastable_tools.convert.inspecting import find_good_checkpoint
+    from megastable_tools.convert.upcycling import make_upcycled_config, upcycle_checkpoint
+
+    refuse_existing(out)
+    good_checkpoint = find_good_checkpoint(checkpoint, as_json)
+    run = make_upcycled_config(good_checkpoint, overrides or ())
+    with show_bar("writing", 4 * count_parameters(run.model), as_json) as watch_bytes:
+        new_run = upcycle_checkpoint(good_checkpoint, out, run, noise, watch=watch_bytes)
+    _tell(new_run, as_json)
+
+
+@app.add_command(
     "average",
     examples="""
     megastable checkpoint average --last 5 runs/7b runs/7b-mean

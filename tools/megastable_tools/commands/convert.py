@@ -24,6 +24,12 @@ Checkpoint = Annotated[
 Folder = Annotated[Path, typer.Argument(help="A folder with config.json and .safetensors files")]
 Out = Annotated[Path, typer.Argument(help="Must not exist; appears complete or not at all")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not compare logits afterwards")]
+DropBias = Annotated[
+    bool,
+    typer.Option(
+        "--drop-expert-bias", help="Without the bias of the choice of experts, if the class has none"
+    ),
+]
 Accept = Annotated[list[str] | None, typer.Option(help="Ignore this key of config.json; repeatable")]
 
 
@@ -41,6 +47,7 @@ def to_hf(
     tokenizer: Annotated[Path | None, typer.Option(help="File or folder. Default: that of the corpora")] = None,
     no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Export without a tokenizer")] = False,
     inexact_tokenizer: Annotated[bool, typer.Option("--inexact-tokenizer", help="Accept some other ids")] = False,
+    drop_expert_bias: DropBias = False,
     no_check: NoCheck = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
@@ -54,8 +61,11 @@ def to_hf(
     with _watching(as_json) as watch_bytes:
         made = export.to_hf(
             checkpoint, out, dtype=cast(Any, dtype), shard_size=read_size(shard_size), tokenizer=tokenizer,
-            without_tokenizer=no_tokenizer, inexact_tokenizer=inexact_tokenizer,
-            check=None if no_check else lambda a, b: compare_logits(a, b, _say(as_json)), watch=watch_bytes,
+            without_tokenizer=no_tokenizer, inexact_tokenizer=inexact_tokenizer, drop_expert_bias=drop_expert_bias,
+            check=None if no_check else lambda a, b: compare_logits(
+                a, b, _say(as_json), drop_expert_bias=drop_expert_bias
+            ),
+            watch=watch_bytes,
         )  # fmt: skip
     if made.checked is not None:
         made.checked.folder = out
@@ -147,14 +157,15 @@ def from_hf(
     more="Exit codes: 0 the same, 1 they differ or could not be compared, 2 bad input or a damaged checkpoint.",
 )
 def check_folder(
-    checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False
-) -> None:
+    checkpoint: Checkpoint, folder: Folder, accept: Accept = None, drop_expert_bias: DropBias = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Compare logits on random tokens and on text, and all tensors. Exit code 1 unless they are the same."""
     from megastable_tools.convert.huggingface.parity import compare_logits
     from megastable_tools.convert.inspecting import find_good_checkpoint
 
     parity_report = compare_logits(
-        find_good_checkpoint(checkpoint, as_json), folder, _say(as_json), accept or []
+        find_good_checkpoint(checkpoint, as_json), folder, _say(as_json), accept or [], drop_expert_bias
     )
     _end({}, "", parity_report, as_json, asked=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -23,7 +23,14 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import CHUNK
-from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, refuse_existing, write_run
+from megastable.checkpoint.new_run import (
+    NONE,
+    OptimizerTensors,
+    Whole,
+    origin_of,
+    refuse_existing,
+    write_run,
+)
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, live_changes_of, next_run_of, run_of
 from megastable.config import deepspeed_json, recipe
@@ -162,7 +169,7 @@ def reshape_checkpoint(
     ]  # fmt: skip
     return write_run_of(
         out, run, state, whole.read_tensor, ledgers_of(checkpoint),
-        optimizer=held if optimizer and whole.stateful else None,
+        optimizer=held if optimizer and whole.stateful else None, expert_state=whole.expert_state,
         origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
         people=[*live_changes, *measured],
     )  # fmt: skip
@@ -184,11 +191,13 @@ def write_run_of(
     optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
     watch: Callable[[int], None],
+    expert_state: Mapping[str, Tensor] = NONE,
     people: Sequence[Event] = (),
 ) -> Made:
     """`write_run`, with its result described."""
     new_checkpoint = write_run(
-        out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, people=people, watch=watch
+        out, run, state, whole, optimizer=optimizer, origin=origin, expert_state=expert_state, ledgers=ledgers,
+        people=people, watch=watch,
     )  # fmt: skip
     new_layout = store.read_state(new_checkpoint).layout
     return Made(out, new_checkpoint, state.step, new_layout, optimizer is not None, ledgers)
@@ -316,6 +325,7 @@ def branch_run(
     moment_tensors = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
     made = write_run_of(
         out, run, state, whole.read_tensor, ledgers_of(checkpoint), optimizer=moment_tensors,
+        expert_state=whole.expert_state,
         origin=origin_of(checkpoint, how="branched", decay_steps=steps, decay=kind), watch=watch,
     )  # fmt: skip
     peak = run.optimizer.lr
@@ -360,7 +370,7 @@ def average_checkpoints(
     new_run = write_run_of(
         out, runs[newest], run_state, average_tensors(given, parts), ledgers_of(checkpoints[newest]), optimizer=None,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
-        watch=watch,
+        expert_state=average_expert_state([tensors for _, tensors in given], parts), watch=watch,
     )  # fmt: skip
     return replace(new_run, averaged=tuple(sorted(run_state.step for run_state in states)))
 
@@ -420,6 +430,18 @@ def average_tensors(
         return tensor_sum.float()
 
     return whole
+
+
+def average_expert_state(given: Sequence[WholeState], parts: Sequence[float]) -> dict[str, Tensor]:
+    """The mean of the routers' state, in fp64 and rounded to fp32 once; only what all of them have."""
+    states = [whole_state.expert_state for whole_state in given]
+    common_names = set.intersection(*map(set, states))
+    return {
+        name: torch.stack([state[name].double() * part for state, part in zip(states, parts, strict=True)])
+        .sum(0)
+        .float()
+        for name in sorted(common_names)
+    }
 
 
 # Runs that start from another framework's checkpoint

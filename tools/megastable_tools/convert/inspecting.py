@@ -261,6 +261,12 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
 
 def _model(model: ModelConfig) -> str:
     model_text, rope_scaling = "", model.rope_scaling
+    if (experts := model.experts) is not None:
+        experts_text = count_noun(experts.count, "expert")
+        model_text += f", {experts_text} of width {model.expert_width:,}, {experts.top_k} of them for a token"
+        model_text += f", {experts.shared} shared" if experts.shared else ""
+        dense_text = count_noun(experts.first_dense, "layer")
+        model_text += f", the first {dense_text} without" if experts.first_dense else ""
     if model.tied:
         model_text += ", tied"
     if model.qkv_bias:

@@ -52,6 +52,10 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     CheckpointError, ConfigError, DataError; then nothing of `out` is left.
     """
     refuse_existing(out)
+    if run.model.experts is not None:
+        raise ConfigError(
+            "model.experts: experts are not imported from DeepSpeed's checkpoints: leave it out"
+        )
     source = find_deepspeed_folder(folder)
     state = ZeroState(source)
     say(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megastable.base.durable import staged_directory
-from megastable.base.errors import CheckpointError, DataError
+from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.base.text import make_visible
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.new_run import refuse_existing, write_run
@@ -177,6 +177,8 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
     then nothing of `out` is left.
     """
     refuse_existing(out)
+    if run is not None and run.model.experts is not None:
+        raise ConfigError("model.experts: experts are not imported from Megatron's checkpoints: leave it out")
     source = find_iteration_folder(folder)
     state = MegatronState(source)
     run = _recipe(state, run, say)

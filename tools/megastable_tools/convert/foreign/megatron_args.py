@@ -173,6 +173,10 @@ def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) 
     does not divide it."""
     c = run.model
     assert c.vocab_size is not None
+    if c.experts is not None:
+        raise ConfigError(
+            "model.experts: experts are not exported to Megatron; `megastable convert to-hf` has them"
+        )
     for key, model_field in type(c).model_fields.items():
         if key not in AT_HOME and getattr(c, key) != model_field.default:
             raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,40 @@ import yaml
 from torch import Tensor
 
 from megastable.base.errors import ConfigError
-from megastable.config.model import ModelConfig
+from megastable.config.model import ExpertsConfig, ModelConfig
 
+DENSE_LINEARS = ("gate_proj", "up_proj", "down_proj")
+BIAS = "e_score_correction_bias"
 # What hugging_face.yaml says: this table, and the entries of config.json that settings.py translates.
 TABLES: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("hugging_face.yaml").read_text(encoding="utf-8")
 )
 OWN, EVERYWHERE = frozenset[str](TABLES["own"]), frozenset[str](TABLES["everywhere"])
+OWN_OF_EXPERTS = frozenset[str](TABLES["own_of_experts"])
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """keys: the entries of config.json that say a key of our ExpertsConfig, the first is written. has: its values of
+    those that it does not say, where they are not ExpertsConfig's defaults. module: their name of a block's experts and
+    router; linears: of an expert's gate, up and down. bias: the choice of experts has a bias, a tensor."""
+
+    keys: Mapping[str, tuple[str, ...]]
+    linears: tuple[str, str, str]
+    has: Mapping[str, Any] = field(default_factory=dict)
+    module: str = "mlp"
+    bias: bool = False
+
+    def fixed_values(self) -> dict[str, Any]:
+        """The keys of `model.experts` that it fixes, with its values."""
+        fields, open_keys = ExpertsConfig.model_fields.items(), OWN_OF_EXPERTS | self.keys.keys()
+        return {key: of.default for key, of in fields if key not in open_keys} | dict(self.has)
+
+    def find_differences(self, experts: ExpertsConfig) -> dict[str, Any]:
+        """The keys that it has with other values only, with one of these."""
+        found = {k: v for k, v in self.fixed_values().items() if getattr(experts, k) != v}
+        # Where it says how many are shared, it always has some.
+        return found | ({"shared": 1} if "shared" in self.keys and not experts.shared else {})
 
 
 @dataclass(frozen=True)
@@ -28,8 +56,8 @@ class Architecture:
 
     has: its values of our model keys, where they are not ModelConfig's defaults (`qk_norm`: False). free: further keys
     that it has with any value. full_every: with a window, every n-th block attends to all unless the file says
-    otherwise; 0: none does. written: further entries of config.json, always the same. defaults: values of entries that
-    a config.json may omit.
+    otherwise; 0: none does. experts: of its blocks; None: they have none. written: further entries of config.json,
+    always the same. only: as in TABLES, of its own entries. defaults: values of entries that a config.json may omit.
     """
 
     type: str
@@ -38,34 +66,49 @@ class Architecture:
     has: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
     full_every: int = 0
+    experts: RoutedExperts | None = None
+    only: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def fixed_values(self) -> dict[str, Any]:
         """The model keys that it fixes, with its values."""
         fields, open_keys = ModelConfig.model_fields.items(), OWN | EVERYWHERE | self.free
+        open_keys |= {"experts"} if self.experts is not None else set()
         plain = {key: model_field.default for key, model_field in fields if key not in open_keys}
         return plain | {"qk_norm": False} | dict(self.has)
 
+    def find_differences(self, config: ModelConfig) -> dict[str, Any]:
+        """The model keys that it has with other values only, with one of these: `experts.KEY` of experts."""
+        found = {k: v for k, v in self.fixed_values().items() if getattr(config, k) != v}
+        if self.experts is not None and config.experts is not None:
+            of_experts = self.experts.find_differences(config.experts)
+            found |= {f"experts.{key}": value for key, value in of_experts.items()}
+        return found
 
-ARCHITECTURES = tuple(
-    Architecture(**row | {"free": frozenset(row.get("free", ()))}) for row in TABLES["architectures"]
-)
-QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
+
+def _read_row(row: dict[str, Any]) -> Architecture:
+    experts = {"experts": RoutedExperts(**row["experts"])} if "experts" in row else {}
+    return Architecture(**row | experts | {"free": frozenset(row.get("free", ()))})
+
+
+ARCHITECTURES = tuple(map(_read_row, TABLES["architectures"]))
+QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2, QWEN3_MOE, MIXTRAL, OLMOE, DOTS1 = ARCHITECTURES
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The equivalent architecture. Raises ConfigError with the options that have no equivalent."""
     kind_differences = [
-        (architecture_kind, {k: v for k, v in architecture_kind.fixed_values().items() if getattr(config, k) != v})
+        (architecture_kind, architecture_kind.find_differences(config))
         for architecture_kind in ARCHITECTURES
-    ]  # fmt: skip
+        if (architecture_kind.experts is None) == (config.experts is None)
+    ]
     least = min(len(lacking) for _, lacking in kind_differences)
     nearest_kinds = [(kind, lacking) for kind, lacking in kind_differences if len(lacking) == least]
     if least:
         differing_keys = dict.fromkeys(key for _, lacking in nearest_kinds for key in lacking)
         ours = " with ".join(
-            f"model.{differing_key}={getattr(config, differing_key)}" for differing_key in differing_keys
+            f"model.{differing_key}={attrgetter(differing_key)(config)}" for differing_key in differing_keys
         )
         theirs = "; ".join(
             f"{kind.name} with " + " ".join(f"{key}={model_value}" for key, model_value in lacking.items())
@@ -75,6 +118,11 @@ def architecture_of(config: ModelConfig) -> Architecture:
     kind = nearest_kinds[0][0]
     if kind is GEMMA2:
         query_scalar(config)
+    if kind is OLMOE and config.head_width * config.heads != config.hidden:
+        raise ConfigError(
+            f"model.head_dim={config.head_width}: {OLMOE.name} has heads of hidden / heads = "
+            f"{config.hidden / config.heads:g} only, for its norms of queries and keys"
+        )
     return kind
 
 
@@ -117,7 +165,7 @@ def map_tensor_names(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     found = {"embedding.weight": _rows(("model.embed_tokens.weight", vocabulary_size), width=hidden)}
     for block_number in range(c.layers):
         ours, theirs = f"blocks.{block_number}", f"model.layers.{block_number}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        attention = f"{theirs}.self_attn"
         norms = {norm: _rows((f"{theirs}.{name}.weight", hidden)) for norm, name in found_kind.norms.items()}
         found[f"{ours}.attention_norm.weight"] = norms["attention_norm"]
         found[f"{ours}.attention.qkv.weight"] = _rows(
@@ -135,10 +183,7 @@ def map_tensor_names(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
                 found[f"{ours}.attention.{name}.weight"] = _rows((f"{attention}.{name}.weight", norm_width))
         found[f"{ours}.attention.out.weight"] = _rows((f"{attention}.o_proj.weight", hidden), width=q)
         found[f"{ours}.mlp_norm.weight"] = norms["mlp_norm"]
-        found[f"{ours}.mlp.gate_up.weight"] = _rows(
-            (f"{mlp}.gate_proj.weight", c.ffn_width), (f"{mlp}.up_proj.weight", c.ffn_width), width=hidden
-        )
-        found[f"{ours}.mlp.down.weight"] = _rows((f"{mlp}.down_proj.weight", hidden), width=c.ffn_width)
+        found |= _map_mlps(c, found_kind, block_number)
         if c.norms == "both":
             for norm in ("attention_post_norm", "mlp_post_norm"):
                 found[f"{ours}.{norm}.weight"] = norms[norm]
@@ -146,6 +191,46 @@ def map_tensor_names(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     if not c.tied:
         found["head.weight"] = _rows(("lm_head.weight", vocabulary_size), width=hidden)
     return found
+
+
+def _map_mlps(c: ModelConfig, kind: Architecture, block: int) -> dict[str, tuple[TensorRows, ...]]:
+    """As `map_tensor_names`, of a block's MLP or experts."""
+    ours, theirs = f"blocks.{block}.mlp", f"model.layers.{block}"
+    their_names, experts = kind.experts, c.experts_of(block)
+    if their_names is None or experts is None:
+        return _map_mlp(ours, f"{theirs}.mlp", DENSE_LINEARS, c.ffn_width, c.hidden)
+    their_module, linear_names = f"{theirs}.{their_names.module}", their_names.linears
+    router_rows = _rows((f"{their_module}.gate.weight", experts.count), width=c.hidden)
+    block_rows = {f"{ours}.router.weight": router_rows}
+    for n in range(experts.count):
+        their_expert = f"{their_module}.experts.{n}"
+        block_rows |= _map_mlp(f"{ours}.experts.{n}", their_expert, linear_names, c.expert_width, c.hidden)
+    if shared_width := c.expert_width * experts.shared:
+        their_shared = f"{their_module}.shared_experts"
+        block_rows |= _map_mlp(f"{ours}.shared", their_shared, linear_names, shared_width, c.hidden)
+    return block_rows
+
+
+def _map_mlp(
+    ours: str, theirs: str, linears: tuple[str, ...], width: int, hidden: int
+) -> dict[str, tuple[TensorRows, ...]]:
+    gate, up, down = (f"{theirs}.{linear}.weight" for linear in linears)
+    return {
+        f"{ours}.gate_up.weight": _rows((gate, width), (up, width), width=hidden),
+        f"{ours}.down.weight": _rows((down, hidden), width=width),
+    }
+
+
+def map_biases(config: ModelConfig) -> dict[int, TensorRows]:
+    """Their tensors of the bias of the choice of experts, by block; none if the architecture has no such bias."""
+    names = architecture_of(config).experts
+    if names is None or not names.bias:
+        return {}
+    return {
+        block: TensorRows(f"model.layers.{block}.{names.module}.gate.{BIAS}", 0, (experts.count,))
+        for block in range(config.layers)
+        if (experts := config.experts_of(block)) is not None
+    }
 
 
 def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[TensorRows, ...]:

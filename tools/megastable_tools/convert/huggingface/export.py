@@ -31,10 +31,12 @@ from megastable.data.manifest import TokenizerInfo
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.model.sizes import count_parameters as count_parameters
 from megastable_tools.convert.huggingface.architectures import (
+    DOTS1,
     QWEN2,
     architecture_of,
     are_factors_exact,
     factor_of,
+    map_biases,
     map_tensor_names,
     split_tensor,
     without_mup,
@@ -54,7 +56,7 @@ from megastable_tools.convert.huggingface.gguf import (
     is_qwens,
     translate_vocabulary,
 )
-from megastable_tools.convert.huggingface.parity import ParityReport
+from megastable_tools.convert.huggingface.parity import ParityReport, find_bias_problem
 from megastable_tools.convert.huggingface.settings import settings_of
 from megastable_tools.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
 from megastable_tools.prepare.corpus_tokenizer import GUESSED, corpus_of, named_tokenizer
@@ -93,12 +95,14 @@ def to_hf(
     tokenizer: Path | None = None,
     without_tokenizer: bool = False,
     inexact_tokenizer: bool = False,
+    drop_expert_bias: bool = False,
     check: Callable[[Path, Path], ParityReport] | None = None,
     watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Export:
     """Write `out`, which must not exist, from a checkpoint (or a run: its newest good one).
 
-    tokenizer: a file or folder, instead of that of the recipe's first corpus. check(checkpoint, folder) is called
+    tokenizer: a file or folder, instead of that of the recipe's first corpus. drop_expert_bias: leave out the bias of
+    the choice of experts, if the architecture has none. check(checkpoint, folder) is called
     before `out` appears; if it fails, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
     rounded copy.
 
@@ -111,9 +115,19 @@ def to_hf(
     scaled = run.model
     whole_state.check_fits(scaled)
     run = run.model_copy(update={"model": without_mup(scaled)})
+    bias_problem = find_bias_problem(whole_state.biases, run.model)
+    if bias_problem and not drop_expert_bias:
+        raise CheckpointError(
+            f"{checkpoint}: {bias_problem}. --drop-expert-bias exports it without, and says how many choices of "
+            "experts that changes; or train with model.experts.gate=sigmoid and model.experts.shared: a "
+            f"{DOTS1.name} has a bias"
+        )
     found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
+    if bias_problem:
+        user_notes.append(f"{bias_problem}: it was left out, as you asked")
     all_parts = [part for parts in map_tensor_names(run.model).values() for part in parts]
     entries = [(all_part.name, DTYPES[dtype], all_part.shape) for all_part in all_parts]
+    entries += [(bias.name, torch.float32, bias.shape) for bias in map_biases(run.model).values()]
     planned_files = plan_weight_files(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
@@ -285,6 +299,9 @@ def _theirs(
             )
         for their_name, their_tensor in split_tensor(next_tensor, row_parts).items():
             yield their_name, their_tensor.to(dtype)
+    biases = whole.biases
+    for block, bias in map_biases(config).items():
+        yield bias.name, torch.zeros(bias.shape) if biases is None else biases[block]
 
 
 def _write_settings(

@@ -23,12 +23,17 @@ from torch import Tensor, nn
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import make_visible
 from megastable.checkpoint.files import Reader
-from megastable.checkpoint.plain import PlainModel, without_weights
+from megastable.checkpoint.plain import PlainModel, set_biases, without_weights
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.parallel.sharding import placement_of, set_placement
-from megastable_tools.convert.huggingface.architectures import TensorRows, map_tensor_names, merge_tensors
+from megastable_tools.convert.huggingface.architectures import (
+    TensorRows,
+    map_biases,
+    map_tensor_names,
+    merge_tensors,
+)
 from megastable_tools.convert.huggingface.settings import model_of
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -123,12 +128,15 @@ class HuggingFaceFolder:
     @cached_property
     def parts(self) -> dict[str, tuple[TensorRows, ...]]:
         """Our tensors and their parts in this folder; checked against its contents. Raises CheckpointError."""
-        if self.config.layers > len(self.files):  # no table of a billion names
+        experts = self.config.experts.count if self.config.experts is not None else 0
+        if max(self.config.layers, experts) > len(self.files):  # no table of a billion names
+            of_experts = f" and {experts} experts" if experts else ""
             raise CheckpointError(
-                f"{self.path}: holds too few tensors for the {self.config.layers} layers of {CONFIG}"
+                f"{self.path}: holds too few tensors for the {self.config.layers} layers{of_experts} of {CONFIG}"
             )
         our_rows = map_tensor_names(self.config)
         wanted = {row_part.name: row_part for parts in our_rows.values() for row_part in parts}
+        wanted |= {row_part.name: row_part for row_part in map_biases(self.config).values()}
         # In old Llamas, and can be computed.
         there = {name for name in self.files if not name.endswith(".rotary_emb.inv_freq")}
         if self.config.tied and "lm_head.weight" in there:
@@ -179,6 +187,19 @@ class HuggingFaceFolder:
         return merge_tensors(their_tensors, row_parts, rows or row_total)
 
     @property
+    def biases(self) -> Tensor | None:
+        """The bias of the choice of experts, fp32 [layers, experts], 0 in layers without; None if it is all 0 or the
+        architecture has none."""
+        named_biases = map_biases(self.config)
+        if not named_biases:
+            return None
+        assert self.config.experts is not None
+        biases = torch.zeros(self.config.layers, self.config.experts.count)
+        for block, row_part in named_biases.items():
+            biases[block] = self.read_tensor(row_part.name)
+        return biases if biases.any() else None
+
+    @property
     def numel(self) -> int:
         return sum(torch.Size(row_part.shape).numel() for parts in self.parts.values() for row_part in parts)
 
@@ -199,6 +220,7 @@ def load_folder(
     if dtype is None:
         dtype = folder.dtype_of(folder.parts["embedding.weight"][0].name)
     empty_model = without_weights(folder.config, torch.device(device))
+    set_biases(empty_model, folder.biases, torch.device(device))
     for owner_module, parameter_key, model_parameter in parameters_in(empty_model):
         parameter_placement = placement_of(model_parameter)
         our_tensor = folder.read_our_tensor(parameter_placement.name)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,13 +18,19 @@ from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.checkpoint.new_run import refuse_existing, write_run
 from megastable.checkpoint.whole import describe_parameters
 from megastable.config import recipe
+from megastable.config.model import ModelConfig
 from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.tokenizer import NO_EOD, Tokenizer, load_tokenizer
+from megastable.engine.expert_routing import BIAS
 from megastable.model.sizes import count_parameters as parameter_count
 from megastable_tools.convert.derived_runs import state_of
-from megastable_tools.convert.huggingface.architectures import OWN, architecture_of
+from megastable_tools.convert.huggingface.architectures import (
+    OWN,
+    OWN_OF_EXPERTS,
+    architecture_of,
+)
 from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
 from megastable_tools.convert.huggingface.tokenizer_export import CONFIG, FILE, find_tokenizer_difference
 
@@ -84,7 +91,10 @@ def from_hf(
         "source": str(folder.path), "what": folder.settings["architectures"][0], "fingerprint": folder.fingerprint,
         "recipe": str(base),
     }  # fmt: skip
-    new_checkpoint = write_run(out, run, start_state, whole, optimizer=None, origin=run_origin, watch=watched)
+    expert_state = {} if (biases := folder.biases) is None else {BIAS: biases}
+    new_checkpoint = write_run(
+        out, run, start_state, whole, optimizer=None, origin=run_origin, expert_state=expert_state, watch=watched
+    )  # fmt: skip
     return Import(out, folder.path, new_checkpoint, run, folder.numel, user_notes)
 
 
@@ -101,11 +111,13 @@ def run_from(
         )
     folder_settings = {size_key: value for size_key, value in folder.sizes.items() if size_key not in OWN}
     recipe_tree = wanted.model_dump(mode="json")
+    expert_notes = _join_experts(folder, wanted.model, folder_settings, base)
     notes = [
         f"model.{key}: {getattr(wanted.model, key)} in {base}, {setting_value} in {folder.path}: using the folder's"
         for key, setting_value in folder_settings.items()
         if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (setting_value, None)
-    ]
+        if key != "experts" or setting_value is None
+    ] + expert_notes
     theirs, ours = folder.settings["architectures"][0], architecture_of(folder.config).name
     if theirs != ours:
         notes.append(
@@ -113,6 +125,33 @@ def run_from(
         )
     recipe_tree["model"] |= folder_settings | {"max_positions": longest if longest > length else None}
     return recipe.validate_tree(recipe_tree, f"{base}, with the model of {folder.path}"), notes
+
+
+def _join_experts(
+    folder: HuggingFaceFolder, wanted: ModelConfig, settings: dict[str, Any], base: Path
+) -> list[str]:
+    """Add what the recipe says about the training of experts to the folder's, in `settings`; and notes."""
+    of_folder, of_recipe = settings["experts"], wanted.experts
+    if of_folder is None:
+        return []
+    said_keys = set[str]() if of_recipe is None else of_recipe.model_fields_set
+    user_notes = [
+        f"model.experts.{key}: {getattr(of_recipe, key)} in {base}, {of_folder[key]} in {folder.path}: using the "
+        "folder's"
+        for key in sorted(said_keys & of_folder.keys())
+        if getattr(of_recipe, key) not in (of_folder[key], None)
+    ]
+    own_settings = {} if of_recipe is None else of_recipe.model_dump(include=set(OWN_OF_EXPERTS))
+    folder_kind = architecture_of(folder.config)
+    assert folder_kind.experts is not None
+    if not folder_kind.experts.bias and "bias_rate" not in said_keys:
+        own_settings["bias_rate"] = 0.0
+        user_notes.append(
+            f"model.experts.bias_rate is 0: a {folder_kind.name} has no bias of the choice of experts, and so it can "
+            f"go out again as one; to train with one, set it in {base}"
+        )
+    settings["experts"] = of_folder | own_settings
+    return user_notes
 
 
 def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:

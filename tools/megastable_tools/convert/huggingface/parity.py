@@ -25,17 +25,22 @@ from megastable.base.errors import CheckpointError, MegastableError
 from megastable.base.process import install_command
 from megastable.base.text import count_noun, show_size
 from megastable.checkpoint import store
-from megastable.checkpoint.plain import PlainModel, without_weights
+from megastable.checkpoint.plain import PlainModel, experts_in, set_biases, without_weights
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config.model import ModelConfig
+from megastable.config.model import ExpertsConfig, ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.tokenizer import NO_EOD, load_tokenizer
+from megastable.model.experts import choose_experts
+from megastable.model.gpt import GPT
 from megastable.parallel.sharding import placement_of, set_placement
 from megastable.report.sheet import Column, Sheet
 from megastable_tools.convert.huggingface.architectures import (
     OWN,
+    OWN_OF_EXPERTS,
+    architecture_of,
     factor_of,
+    map_biases,
     map_tensor_names,
     merge_tensors,
     split_tensor,
@@ -132,14 +137,18 @@ class ParityReport:
 
 
 def compare_logits(
-    checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = ()
-) -> ParityReport:
-    """checkpoint: a verified folder step-N; accept: as for `HuggingFaceFolder`.
+    checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (),
+    drop_expert_bias: bool = False,
+) -> ParityReport:  # fmt: skip
+    """checkpoint: a verified folder step-N; accept: as for `HuggingFaceFolder`. drop_expert_bias: compare without the
+    bias of the choice of experts, if the folder's architecture has none, and note how many choices that changes.
 
     Raises CheckpointError, ConfigError."""
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
     plain_model = without_mup(run.model)
-    found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
+    named_biases, whole_state = map_biases(theirs.config), WholeState(checkpoint)
+    tensor_count = sum(map(len, theirs.parts.values())) + len(named_biases)
+    found = ParityReport(checkpoint, folder, tensors=tensor_count)
     for model_key in ModelConfig.model_fields:
         mine, other = _effective(plain_model, model_key), _effective(theirs.config, model_key)
         if mine == other or model_key in OWN or model_key == "full_attention_every":
@@ -152,7 +161,11 @@ def compare_logits(
         found.settings.append(f"model.{model_key} is {other} in the folder, and {mine} in the checkpoint")
     held = {theirs.dtype_of(row_part.name) for row_parts in theirs.parts.values() for row_part in row_parts}
     found.precision = ", ".join(sorted(str(held_dtype).removeprefix("torch.") for held_dtype in held))
-    rounded_weights = _Rounded(WholeState(checkpoint), run.model, theirs)
+    rounded_weights = _Rounded(whole_state, run.model, theirs)
+    bias_problem = find_bias_problem(whole_state.biases, plain_model)
+    if bias_problem and not drop_expert_bias:
+        found.settings.append(bias_problem)
+    biases = rounded_weights.round_biases()
     token_samples = _samples(run, theirs, found.notes)
     whole, streamed_bytes = _memory(theirs, token_samples)
     free_bytes = free_memory.free_bytes()
@@ -174,7 +187,10 @@ def compare_logits(
     # Not inference_mode: the table of positions that the model keeps is used with gradients, too.
     with torch.no_grad():
         say("our logits")
-        mine = compute_our_logits(run, checkpoint, rounded_weights, all_tokens, at)
+        dropped = _DroppedBias(whole_state.biases) if bias_problem else None
+        mine = compute_our_logits(run, checkpoint, rounded_weights, all_tokens, at, biases, dropped)
+        if dropped is not None:
+            found.notes.append(f"without the bias {dropped.share:.2%} of the choices of experts are others")
         found.unequal = sorted(rounded_weights.unequal)
         say("logits of transformers")
         found.how = "loaded whole" if whole <= free_bytes else "loaded layer by layer, for want of memory"
@@ -188,6 +204,10 @@ def compare_logits(
 
 def _effective(config: ModelConfig, key: str) -> Any:
     """What a key amounts to, also where it is left out."""
+    if key == "experts" and config.experts is not None:
+        return config.experts.model_dump(exclude=set(OWN_OF_EXPERTS)) | {"ffn": config.expert_width}
+    if key == "ffn" and config.experts_of(0) is not None:  # no block has a dense MLP
+        return None
     if key == "window":
         return [config.window_of(block_number) for block_number in range(config.layers)]
     return getattr(config, EFFECTIVE.get(key, key))
@@ -226,8 +246,9 @@ def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) ->
     c, tokens = folder.config, torch.cat([sample_tokens for _, sample_tokens in samples])
     rows, length = tokens.shape
     # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
+    widest_mlp = max(c.mlp_widths(block)[1] for block in range(c.layers))
     scores, answers = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
-    activation_bytes = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * answers)
+    activation_bytes = 4 * (tokens.numel() * (6 * c.hidden + 4 * widest_mlp) + 3 * scores + 6 * answers)
     outside_bytes = 4 * c.hidden * (c.vocab_size or 0) * 2
     layer = (4 * folder.numel - outside_bytes // (2 if c.tied else 1)) // c.layers
     return int(1.1 * 4 * folder.numel) + activation_bytes, outside_bytes + 2 * layer + activation_bytes
@@ -265,6 +286,56 @@ class _Rounded:
             rounded_parts[their_name] = mine.float()
         rounded_whole = merge_tensors(rounded_parts, row_parts, len(our_tensor))
         return rounded_whole if scale_factor == 1 else rounded_whole / scale_factor
+
+    def round_biases(self) -> Tensor | None:
+        """The checkpoint's bias of the choice of experts, fp32 [layers, experts], as the folder should hold it."""
+        named_biases, biases = map_biases(self.folder.config), self.whole.biases
+        if not named_biases:
+            return None
+        assert self.folder.config.experts is not None
+        rounded_biases = torch.zeros(self.folder.config.layers, self.folder.config.experts.count)
+        for block, bias in named_biases.items():
+            held = self.folder.read_tensor(bias.name)
+            mine = torch.zeros_like(held) if biases is None else biases[block].to(held.dtype)
+            if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):
+                self.unequal.add(bias.name)
+            rounded_biases[block] = mine
+        return rounded_biases
+
+
+def find_bias_problem(biases: Tensor | None, model: ModelConfig) -> str:
+    """Why the architecture of `model` cannot have the bias of a checkpoint's routers; "" if it can, or it is 0."""
+    if biases is None or not biases.any() or map_biases(model):
+        return ""
+    largest_place = int(biases.abs().argmax())
+    block_number, expert_number = divmod(largest_place, biases.shape[1])
+    largest_bias = float(biases[block_number, expert_number])
+    return (
+        f"its routers choose experts by a bias, the largest is {largest_bias:.3g} (block {block_number}, expert "
+        f"{expert_number}), and a {architecture_of(model).name} has none"
+    )
+
+
+class _DroppedBias:
+    """Counts the choices of experts that a bias changes, where the model goes without it."""
+
+    def __init__(self, biases: Tensor | None) -> None:
+        assert biases is not None
+        self.biases, self.changed, self.choices = biases, 0, 0
+
+    def watch_routers(self, gpt: GPT) -> None:
+        for block, mlp in experts_in(gpt).items():
+            mlp.router.register_forward_hook(partial(self._count, mlp.config, self.biases[block]))
+
+    def _count(self, config: ExpertsConfig, bias: Tensor, _: nn.Module, __: Any, logits: Tensor) -> None:
+        without, with_it = (choose_experts(logits, used, config).chosen for used in (None, bias))
+        is_kept = (without.unsqueeze(-1) == with_it.unsqueeze(-2)).any(-1)
+        self.changed += int((~is_kept).sum())
+        self.choices += is_kept.numel()
+
+    @property
+    def share(self) -> float:
+        return self.changed / self.choices
 
 
 def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
@@ -315,10 +386,15 @@ def make_parity_sheet(found: ParityReport) -> Sheet:
 
 
 def compute_our_logits(
-    run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor
-) -> Tensor:
-    """Logits [rows, positions, vocabulary] of our model; one layer's weights are in memory at a time."""
+    run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor,
+    biases: Tensor | None, dropped: _DroppedBias | None,
+) -> Tensor:  # fmt: skip
+    """Logits [rows, positions, vocabulary] of our model; one layer's weights are in memory at a time. biases: of the
+    choice of experts, fp32 [layers, experts]; dropped: counts what one would change."""
     empty_model = without_weights(run.model, torch.device("cpu"))
+    set_biases(empty_model, biases, torch.device("cpu"))
+    if dropped is not None:
+        dropped.watch_routers(empty_model)
     model = PlainModel(empty_model, run, checkpoint, store.step_of(checkpoint), "").eval()
 
     def fill(layer: nn.Module) -> None:
@@ -398,15 +474,22 @@ def _streamed(folder: HuggingFaceFolder) -> nn.Module:
         make_model: Any = AutoModelForCausalLM.from_config
         model = make_model(config, attn_implementation="eager", dtype=torch.float32)
     present_names = set(folder.files) | ({"lm_head.weight"} if folder.config.tied else set())
-    if missing := sorted(set(model.state_dict()) - present_names):
+    their_names = {name for key in model.state_dict() for row in _list_tensors(folder, key) for name in row}
+    if missing := sorted(their_names - present_names):
         raise CheckpointError(f"{folder.path}: transformers need the tensor {missing[0]}, which is missing")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is computed, not loaded
 
     def fill(prefix: str, module: nn.Module) -> None:
-        for key, _ in list(module.named_parameters()):
+        held_keys = module.state_dict().keys()  # without buffers that are computed
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        for key, of in [named for named in tensors if named[0] in held_keys]:
             owner_module, _, parameter_name = key.rpartition(".")
-            weight = nn.Parameter(folder.read_tensor(f"{prefix}.{key}").float(), requires_grad=False)
-            setattr(module.get_submodule(owner_module), parameter_name, weight)
+            name_rows = _list_tensors(folder, f"{prefix}.{key}")
+            read_rows = [torch.cat([folder.read_tensor(name).float() for name in row]) for row in name_rows]
+            own_tensor = torch.stack(read_rows) if len(read_rows) > 1 else read_rows[0]
+            if isinstance(of, nn.Parameter):
+                own_tensor = nn.Parameter(own_tensor, requires_grad=False)
+            setattr(module.get_submodule(owner_module), parameter_name, own_tensor)
 
     embedding_module = model.model.embed_tokens
     fill("model.embed_tokens", embedding_module)
@@ -420,3 +503,20 @@ def _streamed(folder: HuggingFaceFolder) -> nn.Module:
     for layer_number, layer in enumerate(model.model.layers):
         _lazily(layer, partial(fill, f"model.layers.{layer_number}"))
     return cast(nn.Module, model.eval())
+
+
+def _list_tensors(folder: HuggingFaceFolder, key: str) -> list[list[str]]:
+    """The folder's tensors that are one of transformers' parameters or buffers: it is one, or, of experts, a stack of
+    what each has, one below the other."""
+    expert_names, experts = architecture_of(folder.config).experts, folder.config.experts
+    if expert_names is None or experts is None:
+        return [[key]]
+    own_key = key.replace(".mlp.", f".{expert_names.module}.")
+    block_key, _, fused_key = own_key.rpartition(".experts.")
+    gate_up, down = expert_names.linears[:2], expert_names.linears[2:]
+    fused_linears = {"gate_up_proj": gate_up, "down_proj": down}.get(fused_key)
+    if fused_linears is None:
+        return [[own_key]]
+    return [
+        [f"{block_key}.experts.{n}.{linear}.weight" for linear in fused_linears] for n in range(experts.count)
+    ]

@@ -17,11 +17,12 @@ from megastable.base.errors import CheckpointError
 from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable_tools.convert.huggingface.architectures import (
     ARCHITECTURES,
+    DOTS1,
     GEMMA2,
-    MISTRAL,
     OLMO3,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     TABLES,
     Architecture,
     architecture_of,
@@ -34,8 +35,11 @@ KNOWN = {architecture.name: architecture for architecture in ARCHITECTURES}
 MAY_LACK = {"num_key_value_heads", "head_dim"}
 FULL, SLIDING = LAYERS = ("full_attention", "sliding_attention")
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
-QWENS = (QWEN3, QWEN2)
+QWENS = (QWEN3, QWEN2, QWEN3_MOE)
+# Their layers have the window from max_window_layers on, unless layer_types says otherwise.
+LATE = (QWEN3, QWEN2, DOTS1)
 CAPS: dict[str, str] = TABLES["caps"]  # Gemma 2's: ours and theirs
+MLP_ONLY, SPARSE_STEP = "mlp_only_layers", "decoder_sparse_step"
 SCALAR = "query_pre_attn_scalar"
 READ = frozenset(TABLES["no_matter"].split()) | set(TABLES["sizes"].values())  # or do not matter
 THETA = 10_000.0  # of rotary embeddings, unless the architecture has another default
@@ -80,6 +84,7 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         "dtype": dtype,
         **model_kind.written,
         **_windows_of(config, model_kind),
+        **_experts_of(config, model_kind),
     }
     if model_kind is GEMMA2:
         config_entries |= {SCALAR: query_scalar(config)}
@@ -89,16 +94,29 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
 
 def _windows_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
     """The entries of config.json."""
-    if kind is MISTRAL:
-        return {"sliding_window": config.window}
     if "window" not in kind.free:
         return {}
+    if "full_attention_every" not in kind.free and kind not in QWENS:
+        return {"sliding_window": config.window}
     layer_types = [FULL if config.window_of(block) is None else SLIDING for block in range(config.layers)]
     if kind in QWENS and config.window is None:
         return {"use_sliding_window": False, "sliding_window": None}
     is_used = {"use_sliding_window": True} if kind in QWENS else {}
+    if "full_attention_every" not in kind.free:
+        return is_used | {"sliding_window": config.window}
     # Transformers want a size even where no layer has the window.
     return is_used | {"sliding_window": config.window or config.longest, "layer_types": layer_types}
+
+
+def _experts_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
+    """The entries of config.json."""
+    if kind.experts is None or config.experts is None:
+        return {}
+    our_values = config.experts.model_dump() | {"ffn": config.expert_width}
+    expert_entries = {theirs[0]: our_values[our_key] for our_key, theirs in kind.experts.keys.items()}
+    if kind is QWEN3_MOE:
+        expert_entries |= {MLP_ONLY: list(range(config.experts.first_dense)), SPARSE_STEP: 1}
+    return expert_entries
 
 
 def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
@@ -127,6 +145,8 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
         "full_attention_every": full_every,
         "sequence_length": _count(_given(given, "max_position_embeddings", kind), "max_position_embeddings", where),
     }  # fmt: skip
+    if kind.experts is not None:
+        model_settings["experts"] = _read_experts(given, kind, model_sizes["layers"], where)
     if kind is GEMMA2:
         scalar = read_positive_number(_given(given, SCALAR, kind), SCALAR, where)
         model_settings["attention_scale"] = None if scalar == model_sizes["head_dim"] else scalar**-0.5
@@ -159,17 +179,58 @@ def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
     return found
 
 
+def _read_experts(given: Settings, kind: Architecture, layers: int, where: str) -> dict[str, Any]:
+    """Keys of `ExpertsConfig`, without those about training. Raises CheckpointError."""
+    assert kind.experts is not None
+    expert_settings = kind.experts.fixed_values()
+    for our_key, their_keys in kind.experts.keys.items():
+        if kind is QWEN3_MOE and our_key == "first_dense":
+            expert_settings[our_key] = _count_dense(given, layers, where)
+            continue
+        spellings = {used_key: given[used_key] for used_key in their_keys if used_key in given}
+        if len(set(map(repr, spellings.values()))) > 1:
+            raise CheckpointError(f"{where}: {' and '.join(spellings)} disagree: correct one")
+        used_key = next(iter(spellings), their_keys[0])
+        given_value = _given(given, used_key, kind)
+        if our_key == "normalize":
+            if not isinstance(given_value, bool):
+                raise CheckpointError(f"{where}: {used_key}={given_value!r}: it must be true or false")
+            expert_settings[our_key] = given_value
+        elif our_key == "scale":
+            expert_settings[our_key] = read_positive_number(given_value, used_key, where)
+        elif our_key == "first_dense" and type(given_value) is int and given_value == 0:
+            expert_settings[our_key] = 0
+        else:
+            expert_settings[our_key] = _count(given_value, used_key, where)
+    return expert_settings
+
+
+def _count_dense(given: Settings, layers: int, where: str) -> int:
+    """How many of the first layers have no experts. Raises CheckpointError for other patterns."""
+    sparse_step = _count(given.get(SPARSE_STEP, 1), SPARSE_STEP, where)
+    named_layers = [] if given.get(MLP_ONLY) is None else given[MLP_ONLY]
+    if not isinstance(named_layers, list) or not all(type(number) is int for number in named_layers):
+        raise CheckpointError(f"{where}: {MLP_ONLY}={named_layers!r}: it must list numbers of layers")
+    dense_layers = [layer for layer in range(layers) if layer in named_layers or (layer + 1) % sparse_step]
+    if dense_layers != list(range(len(dense_layers))) or len(dense_layers) == layers:
+        raise CheckpointError(
+            f"{where}: {MLP_ONLY}={named_layers!r}, {SPARSE_STEP}={sparse_step}: not supported: of {layers} layers, "
+            f"{len(dense_layers)} have no experts; here only the first ones can lack them, and not all"
+        )
+    return len(dense_layers)
+
+
 def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tuple[int | None, int | None]:
     """`window` and `full_attention_every`. Raises CheckpointError for other patterns of windows."""
     window, types = _window(given, kind, where), given.get("layer_types")
     if types is None:
-        if window is None or (kind in QWENS and not _has_windows(given, kind, layers, where)):
+        if window is None or (kind in LATE and not _has_windows(given, kind, layers, where)):
             return None, None
         return window, kind.full_every or None
     if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= {FULL, SLIDING}:
         raise _layers_refused(types, f"it must list {FULL} or {SLIDING} for each of {layers} layers", where)
-    full = [layer_type == FULL for layer_type in types]
-    if all(full) and (window is None or kind is not MISTRAL):
+    full, is_alike = [layer_type == FULL for layer_type in types], "full_attention_every" not in kind.free
+    if all(full) and (window is None or not is_alike):
         return None, None
     if window is None:
         refusal_reason = "the model has no window, and attends to all that came before in every layer"
@@ -177,8 +238,8 @@ def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tu
     if not any(full):
         return window, None
     full_every = full.index(True) + 1
-    if kind is MISTRAL or full != [(layer_number + 1) % full_every == 0 for layer_number in range(layers)]:
-        either_text = "" if kind is MISTRAL else ", or all but every n-th"
+    if is_alike or full != [(layer_number + 1) % full_every == 0 for layer_number in range(layers)]:
+        either_text = "" if is_alike else ", or all but every n-th"
         raise _layers_refused(types, f"all layers of a {kind.name} have the window{either_text}", where)
     return window, full_every
 
@@ -226,7 +287,7 @@ def _architecture(given: Settings, where: str) -> Architecture:
 def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
     """Raises CheckpointError for an option that our model does not support."""
     problem = ""
-    allowed, refusal_reason = TABLES["only"].get(key, ([], ""))
+    allowed, refusal_reason = {**TABLES["only"], **kind.only}.get(key, ([], ""))
     if key in ("hidden_act", "hidden_activation"):
         # Gemma 2's key is the second one; elsewhere it does not matter if it is null.
         allowed, refusal_reason = TABLES["activations"][kind.fixed_values()["activation"]]
@@ -234,6 +295,8 @@ def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
     elif key == "use_sliding_window" and kind in QWENS:
         allowed = [False, True]
     if kind is GEMMA2 and key in (SCALAR, *CAPS.values()):
+        return
+    if kind.experts is not None and any(key in their_keys for their_keys in kind.experts.keys.values()):
         return
     if refusal_reason:
         is_bool = isinstance(value, bool)
