@@ -13,6 +13,7 @@ from megastable.checkpoint import store
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import WholeState
 from megastable.config import recipe
+from megastable_tools.convert.inspecting import show_checkpoint
 from megastable_tools.convert.upcycling import make_upcycled_config, upcycle_checkpoint
 from tests.checkpoint.states import make_run, numbers, recipe_of
 from tests.conftest import tiny
@@ -53,6 +54,12 @@ def test_upcycled_experts_compute_what_the_dense_mlp_does(
         1.0, float(expected.abs().max())
     )
     assert float(expected.std()) > 0.01
+    shown = dict(show_checkpoint(tmp_path / "moe").sheet.facts)["model"]
+    assert (
+        f"{keys['count']} experts of width {run.model.expert_width}, {keys['top_k']} of them for a token"
+        in shown
+    )
+    assert ("3 shared, the first 1 layer without" in shown) == ("shared" in keys)
     old, new = store.read_state(dense), store.read_state(made.checkpoint)
     assert (new.step, new.cursor, new.tokens, new.adam_step) == (old.step, old.cursor, old.tokens, 0)
     held, source = WholeState(made.checkpoint), WholeState(dense)

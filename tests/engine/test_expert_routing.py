@@ -86,6 +86,22 @@ def test_a_capacity_drops_choices_and_says_how_many(parts: dict[str, Any]) -> No
     assert choices / 2 <= dropped < choices
 
 
+def hold_bias() -> tuple[list[float], bool]:
+    """The choices of a step under a bias that no rate moves, and whether it is the same afterwards."""
+    frozen = {"experts": EXPERTS["experts"] | {"bias_rate": 0.0}}
+    engine = build_engine(config(model=frozen))
+    biases = torch.tensor([9.0, 0.0, 0.0, 9.0]).repeat(2, 1)
+    engine.restore_shared_state({"experts/bias": biases})
+    measured, _ = engine.train_step(take_batch(engine, batches()[0]), 1e-2, lambda _: True)
+    return measured.choices[1, :4].tolist(), torch.equal(engine.shared_state["experts/bias"], biases)
+
+
+def test_without_a_rate_a_bias_still_chooses_and_stays() -> None:
+    ((choices, is_same),) = run_ranks(1, hold_bias)
+    tokens = BATCH * LENGTH
+    assert choices == [tokens, 0, 0, tokens] and is_same
+
+
 def test_dense_models_have_no_state_of_experts() -> None:
     (names,) = run_ranks(1, list_state)
     assert not any("experts" in name for name in names)

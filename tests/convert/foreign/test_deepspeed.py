@@ -290,6 +290,8 @@ def test_import_deepspeed_names_what_cannot_be_read(small: Path, tmp_path: Path)
     refused(frozen, "does not fit")
     with pytest.raises(ConfigError, match="vocab_size"):
         import_deepspeed(source, tmp_path / "run", recipe(vocab_size=None), print)
+    with pytest.raises(ConfigError, match=r"^model\.experts: experts are not imported"):
+        import_deepspeed(source, tmp_path / "run", recipe(experts={"count": 2}), print)
     assert not (tmp_path / "run").exists()
 
 

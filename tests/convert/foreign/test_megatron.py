@@ -287,6 +287,7 @@ def test_import_megatron_refuses_a_tied_head_that_differs(ours: Any, tmp_path: P
         ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
         ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
         ({}, 0, 1, "tensor=0"), ({"vocab_multiple": 1}, 2, 1, "vocab_multiple"),
+        ({"experts": {"count": 2}}, 1, 1, "^model.experts: experts are not exported"),
     ],
 )  # fmt: skip
 def test_export_megatron_refuses_before_anything_is_written(
@@ -295,6 +296,12 @@ def test_export_megatron_refuses_before_anything_is_written(
     with pytest.raises(ConfigError, match=match):
         export_megatron(ours(**model), tmp_path / "megatron", tensor, pipeline)
     assert not list(tmp_path.iterdir())
+
+
+def test_import_megatron_refuses_a_recipe_with_experts(ours: Any, tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"model": MODEL | {"experts": {"count": 2}}})
+    with pytest.raises(ConfigError, match=r"^model\.experts: experts are not imported from Megatron"):
+        import_megatron(tmp_path, tmp_path / "run", run, print)
 
 
 def test_find_says_what_a_folder_is(ours: Any, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_to_hf_refuses_a_bias_without_a_home_unless_it_may_be_dropped(
     biases = torch.zeros(2, 4)
     biases[1, 2] = -0.125
     checkpoint = write_random(tmp_path / "run", run, expert_state={"experts/bias": biases})
-    largest = r"the largest is -0.125 \(block 1, expert 2\), and a OlmoeForCausalLM has none"
+    largest = r"the largest is -0.125 \(block 1, expert 2\), and OlmoeForCausalLM has none"
     with pytest.raises(
         CheckpointError, match=rf"{largest}\. --drop-expert-bias .*Dots1ForCausalLM has a bias"
     ):

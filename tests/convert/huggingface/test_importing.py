@@ -197,3 +197,28 @@ def test_from_hf_takes_what_transformers_made(
     assert any("32 tokens at a time" in note for note in again.notes)
     assert json.loads((again.out / "tokenizer_config.json").read_text())["model_max_length"] == 64
     assert any("it is imported as one" in note for note in made.notes) == (out != kind)
+    if (experts := made.run.model.experts) is not None:
+        assert experts.bias_rate == (1e-3 if kind == "dots1" else 0)
+        assert any("model.experts.bias_rate is 0" in note for note in made.notes) == (kind != "dots1")
+
+
+def test_from_hf_takes_the_training_of_experts_from_the_recipe(
+    make: Make, base: Path, tmp_path: Path
+) -> None:
+    folder = to_hf(make(MODELS["mixtral"]), tmp_path / "out").out
+    said = {
+        "count": 9,
+        "top_k": 2,
+        "balance_loss": 0.25,
+        "bias_rate": 0.5,
+        "router_z_loss": 0.0,
+        "capacity": 1.5,
+    }
+    overrides = [f"model.experts.{key}={value}" for key, value in said.items()]
+    made = from_hf(folder, tmp_path / "run", base, overrides)
+    experts = made.run.model.experts
+    assert experts is not None and (experts.count, experts.ffn, experts.capacity) == (3, 64, None)
+    assert (experts.balance_loss, experts.bias_rate, experts.router_z_loss) == (0.25, 0.5, 0.0)
+    assert [note.split(" in ")[0] for note in made.notes if "experts" in note] == [
+        "model.experts.capacity: 1.5", "model.experts.count: 9",
+    ]  # fmt: skip

@@ -119,7 +119,7 @@ def to_hf(
     if bias_problem and not drop_expert_bias:
         raise CheckpointError(
             f"{checkpoint}: {bias_problem}. --drop-expert-bias exports it without, and says how many choices of "
-            "experts that changes; or train with model.experts.gate=sigmoid and model.experts.shared: a "
+            "experts that changes; or train with model.experts.gate=sigmoid and model.experts.shared: "
             f"{DOTS1.name} has a bias"
         )
     found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)

@@ -147,7 +147,7 @@ def _join_experts(
     if not folder_kind.experts.bias and "bias_rate" not in said_keys:
         own_settings["bias_rate"] = 0.0
         user_notes.append(
-            f"model.experts.bias_rate is 0: a {folder_kind.name} has no bias of the choice of experts, and so it can "
+            f"model.experts.bias_rate is 0: {folder_kind.name} has no bias of the choice of experts, and so it can "
             f"go out again as one; to train with one, set it in {base}"
         )
     settings["experts"] = of_folder | own_settings

@@ -312,7 +312,7 @@ def find_bias_problem(biases: Tensor | None, model: ModelConfig) -> str:
     largest_bias = float(biases[block_number, expert_number])
     return (
         f"its routers choose experts by a bias, the largest is {largest_bias:.3g} (block {block_number}, expert "
-        f"{expert_number}), and a {architecture_of(model).name} has none"
+        f"{expert_number}), and {architecture_of(model).name} has none"
     )
 
 
