@@ -96,6 +96,7 @@ def hold_bias() -> tuple[list[float], bool]:
     return measured.choices[1, :4].tolist(), torch.equal(engine.shared_state["experts/bias"], biases)
 
 
+@pytest.mark.slow
 def test_without_a_rate_a_bias_still_chooses_and_stays() -> None:
     ((choices, is_same),) = run_ranks(1, hold_bias)
     tokens = BATCH * LENGTH
