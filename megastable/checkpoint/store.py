@@ -43,7 +43,6 @@ QUARANTINED, ACCEPTED = "quarantined.json", "accepted.json"
 SHARED = "shared.safetensors"  # the optimizer's state that every rank holds alike; not of every optimizer
 SEAL = b'"xxh3": "%s"'  # the last field of a manifest
 SAVING = ".saving-"  # prefix of a checkpoint during its save
-FREE = {key.removeprefix("model.") for key in directory.FREE}  # model options that do not affect the weights
 PARTS = re.compile(r"(rank-\d+\.(json|safetensors)|rng-\d+\.pt)")  # files of the ranks
 
 
@@ -182,10 +181,17 @@ def name_of(step: int) -> str:
     return f"step-{step}"
 
 
+def list_identity(config: ModelConfig) -> dict[str, Any]:
+    """The options of a model that affect its weights, as JSON."""
+    section_keys = [key.removeprefix("model.").split(".") for key in directory.FREE]
+    excluded: dict[str, Any] = {keys[0]: True for keys in section_keys if len(keys) == 1}
+    excluded["experts"] = {keys[1] for keys in section_keys if keys[0] == "experts"}
+    return config.model_dump(mode="json", exclude=excluded)
+
+
 def model_fingerprint(config: ModelConfig) -> str:
     """Equal for two models whose weights are interchangeable."""
-    config_tree = config.model_dump(mode="json", exclude=FREE)
-    return xxhash.xxh3_128_hexdigest(json.dumps(config_tree, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(list_identity(config), sort_keys=True).encode())
 
 
 # Setting aside

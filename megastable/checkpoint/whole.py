@@ -398,11 +398,11 @@ def check_model(checkpoint: Path, model: ModelConfig, contents: store.Contents) 
     """Raises CheckpointError, with the differences, if the weights are of another model. contents: the manifest."""
     if contents.fingerprints.get("model") == store.model_fingerprint(model):
         return
-    checkpoint_model = recipe.load_recipe(checkpoint / store.RECIPE).model.model_dump()
+    checkpoint_model = store.list_identity(recipe.load_recipe(checkpoint / store.RECIPE).model)
     differing_keys = [
         f"model.{key}: {checkpoint_model[key]} in the checkpoint, {value} in this run"
-        for key, value in model.model_dump().items()
-        if checkpoint_model.get(key) != value and key not in store.FREE
+        for key, value in store.list_identity(model).items()
+        if checkpoint_model.get(key) != value
     ]
     if differing_keys:
         raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing_keys)}")

@@ -36,7 +36,10 @@ Kind = TypeVar("Kind", bound=Event)
 # Sections on which the meaning of the weights in the directory depends.
 IDENTITY = ("model", "run.seed")
 # ... and keys of them that only affect computing or training.
-FREE = ("model.max_positions", "model.z_loss")
+FREE = (
+    "model.max_positions", "model.z_loss", "model.experts.bias_rate", "model.experts.balance_loss",
+    "model.experts.balance_over", "model.experts.router_z_loss",
+)  # fmt: skip
 
 as_json = run_files.as_json  # the guard writes journals, too
 
