@@ -116,6 +116,11 @@ class GradientSums:
                 ordered_buckets.append((first_order, new_bucket))
         return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
 
+    def list_overwritten(self) -> list[Tensor]:
+        """The gradients of this rank's own that its sums overwrite: views, which may overlap."""
+        own_slices = [bucket.slices[self._rank] for bucket in self.buckets if self._replicas is not None]
+        return [*self._parts, *own_slices]
+
     def begin_step(self) -> None:
         """A step begins, of as many micro-batches as DeepSpeed has been told."""
         micro_batches = self._engine.gradient_accumulation_steps()

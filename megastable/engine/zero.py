@@ -464,8 +464,8 @@ class Worker(Clipping):
     A worker is all ranks that compute the gradient of the same samples: tensor, pipeline and context ranks together.
     The gate judges the average of unclipped gradients. Only if a worker's norm is above the threshold are local
     gradients clipped and averaged once more. That needs each rank's own gradient after the first average, which
-    BF16_Optimizer keeps (ZeRO 1 in bf16), but for the part that the average overwrites: this keeps a copy of it, of 4 /
-    ranks bytes a parameter.
+    BF16_Optimizer keeps (ZeRO 1 in bf16), but for what the average overwrites: this keeps a copy of it, of 4 / ranks
+    bytes a parameter, with replicas 8 / shards: the slices that a rank sums are not what it updates.
     """
 
     def __init__(
@@ -489,7 +489,7 @@ class Worker(Clipping):
                 whole_gradient.div_(context_ranks)
         gradient_norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self._counted()]
         self._square = torch.stack(gradient_norms).square().sum()
-        self._own = [own_part.clone() for own_part in o.fp32_groups_gradient_flat_partition]
+        self._own = [own_part.clone() for own_part in self.zero.sums.list_overwritten()]
         self._average()
 
     def _counted(self) -> list[Tensor]:
@@ -509,7 +509,7 @@ class Worker(Clipping):
         own_parts, self._own = self._own, []
         if min(worker_factors) == 1:
             return 1.0
-        for gradient_part, part_before in zip(o.fp32_groups_gradient_flat_partition, own_parts, strict=True):
+        for gradient_part, part_before in zip(self.zero.sums.list_overwritten(), own_parts, strict=True):
             gradient_part.copy_(part_before)
         torch._foreach_mul_(o.fp32_groups_gradients_flat, worker_factors[t.sample_rank])
         self._average()

@@ -186,8 +186,10 @@ def update_by_all(ranks: int) -> dict[str, Any]:
             parts = {"micro_batch": 1, "batch": ranks, "replicas": replicas, "tied": True}
             c = config(precision="bf16", **parts)
             tree = c.model_dump() | {"optimizer": {"lr": 1e-2, "clip": 0.1} | kind}
-            engine = build_engine(type(c).model_validate(tree))
+            # Of several buckets a rank sums other slices than it updates.
+            engine = build_engine(type(c).model_validate(tree), reduce_bucket_size=LIMIT)
             engine.zero.sums.test_engine = engine
+            engine.zero.sums.overlap &= replicas == 2
             engine.zero.local = engine.zero.local if replicas == 2 else None
             random, told = torch.Generator().manual_seed(3), []
             for _ in range(4):

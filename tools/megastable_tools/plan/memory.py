@@ -292,8 +292,8 @@ def _exchanged(
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         if config.optimizer.clipping.kind == "worker":
-            own_bytes = sum(groups) // layout.shards * FP32
-            what = "this rank's own gradient, of the part that it updates"
+            own_bytes = sum(groups) // layout.shards * FP32 * (2 if layout.replicas > 1 else 1)
+            what = "this rank's own gradient, of what it sums and updates"
             yield Item("gradients", what, own_bytes, ("update",))
         return
     e, whole_elements = count_element_bytes(config), sum(groups)
