@@ -296,7 +296,11 @@ class Engine:
         self._segmented = has_segments
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.fp8 is None else self.fp8.computing()
+        if self.fp8 is None:
+            return contextlib.nullcontext()
+        if self.fp8.reads_weights:  # which may still be gathered, where FP8 is switched on again
+            self.zero.wait_for_weights()
+        return self.fp8.computing()
 
     def _inputs(self, batch: MicroBatch) -> tuple[gpt.Stream, Tensor]:
         def move(x: Tensor) -> Tensor:

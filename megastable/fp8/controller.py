@@ -45,6 +45,11 @@ class Fp8:
             self.forget_history()
         self._on = value
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether `computing` reads weights before the forward pass does."""
+        return False
+
     def computing(self) -> AbstractContextManager[Any]:
         """Context for forward and backward of a step, or for an evaluation.
 

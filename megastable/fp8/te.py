@@ -385,6 +385,10 @@ class TransformerEngine(Fp8):
         self._cast.add(module)
         return args, options | {"is_first_microbatch": is_first}
 
+    @property
+    def reads_weights(self) -> bool:
+        return self.on and self._meters is not None and self._first is None
+
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         self._cast = set()

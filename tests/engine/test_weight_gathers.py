@@ -158,6 +158,37 @@ def test_gathers_that_go_on_beside_the_forward_pass_give_the_same_bytes() -> Non
         assert rank["waited"] == rank["readers"]
 
 
+def read_before_the_pass() -> list[bool]:
+    """Of two steps, whether all weights were there when FP8 began to compute, if it reads them then."""
+    begin_gather, seen = weight_gathers.begin_gather_shares, list[bool]()
+
+    def begin_late(*given: Any) -> Any:
+        return LateWork(*given)
+
+    begin_late.real = begin_gather  # type: ignore[attr-defined]
+    tree = config(precision="bf16").model_dump(mode="json")
+    tree["precision"] |= FP8["precision"]
+    engine = build_engine(RunConfig.model_validate(tree), reduce_bucket_size=LIMIT)
+
+    class Reading(type(engine.fp8)):  # type: ignore[misc]
+        reads_weights = True
+
+        def computing(self) -> Any:
+            seen.append(all(bool(p.isfinite().all()) for p in engine.ds.module.parameters()))
+            return super().computing()
+
+    engine.fp8.__class__, weight_gathers.begin_gather_shares = Reading, begin_late
+    tokens = torch.zeros(engine.config.train.global_batch, LENGTH, dtype=torch.long)
+    for _ in range(2):
+        engine.train_step(take_batch(engine, (tokens, tokens, None)), 1e-2, lambda _: True)
+    weight_gathers.begin_gather_shares = begin_gather
+    return seen
+
+
+def test_scales_that_are_guessed_from_weights_wait_for_all_of_them() -> None:
+    assert run_ranks(2, read_before_the_pass) == [[True, True]] * 2
+
+
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 300))
 def test_buckets_are_even_and_every_element_has_one_owner(sizes: list[int], ranks: int, limit: int) -> None:
     length = -(-sum(sizes) // (2 * ranks)) * 2 * ranks

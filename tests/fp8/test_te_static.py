@@ -273,6 +273,7 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
     fp8, found, _ = delayed()
     assert all(one.module.fp8_meta == {"place": []} for one in found)
     layer = "blocks.0.mlp.down"
+    assert fp8.reads_weights
     x, w, g = (cell(found, layer, slot) for slot in ("input", "weight", "gradient"))
     with fp8.computing():
         largest = next(one.weights[-1] for one in found if layer in one.layers).detach().max()
@@ -283,6 +284,7 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
         raised(x, 5.0)
         raised(g, 1e-3)
         assert float(x.scale) == 0.5  # none moves within a step
+    assert not fp8.reads_weights
     fp8.settle_step(True)
     with fp8.computing():
         assert float(x.scale) == pytest.approx(448 / 7 / 2)
@@ -297,6 +299,10 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
         assert float(x.scale) == pytest.approx(448 / 7 / 2)
     fp8.settle_step(True)
     assert fp8.write_history() == history  # nothing was seen in that step
+    fp8.on = False
+    assert not fp8.reads_weights
+    fp8.on = True
+    assert fp8.reads_weights  # the history is gone
 
 
 # Gradients that come later
