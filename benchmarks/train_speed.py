@@ -67,7 +67,11 @@ def resolve_config(
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
         )
     notes, config_tree = [], config.model_dump()
-    for axis, alone in {"tensor": 1, "sequence": False, "pipeline": 1, "context": 1, "replicas": 1}.items():
+    alone_values = {
+        "tensor": 1, "sequence": False, "tensor_overlap": 1, "pipeline": 1, "schedule": "1f1b", "model_chunks": 1,
+        "context": 1, "replicas": 1,
+    }  # fmt: skip
+    for axis, alone in alone_values.items():
         if (wanted := config_tree["parallel"][axis]) != alone:
             config_tree["parallel"][axis] = alone
             notes.append(

@@ -26,6 +26,7 @@ from megastable.config import recipe
 from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 from megastable.optim.schedule import rate_at
+from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import cut_shard
 from megastable.recovery.recovery import PersistedState
 from megastable.run import records
@@ -40,6 +41,7 @@ from megastable_tools.convert.derived_runs import (
     average_checkpoints,
     average_tensors,
     branch_run,
+    laid_out,
     limits_of,
     make_decaying_config,
     normalize_weights,
@@ -51,6 +53,7 @@ from tests.conftest import tiny
 from tests.convert.test_inspecting import weights
 from tests.distributed import run_ranks, train
 from tests.full_disk import files_no_larger_than
+from tests.parallel.test_layouts import config as layout_config
 from tests.training.test_resume import identical
 
 # Another layout
@@ -433,3 +436,22 @@ def test_average_refuses_other_models_and_leaves_nothing(tmp_path: Path) -> None
     average_checkpoints([a, other_loss], out)  # what only says how it is computed may differ
     with pytest.raises(CheckpointError, match="exists already"):
         average_checkpoints([a, other_loss], out)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pipeline": 2, "model_chunks": 2, "model": {"layers": 4}},
+        {"pipeline": 2, "schedule": "zero_bubble"},
+        {"tensor": 2, "sequence": True, "tensor_overlap": 2},
+    ],
+)
+def test_one_rank_has_no_order_of_stages_and_no_chunks(parts: dict[str, Any]) -> None:
+    c = layout_config(precision="bf16", micro_batch=1, **parts)
+    layout = Layout(c.parallel.tensor, c.parallel.pipeline, 1)
+    old = store.LayoutState(**vars(layout), zero=1, precision="bf16")
+    assert laid_out(c, old, Sizes())[0].parallel == c.parallel
+    alone = laid_out(c, old, Sizes(tensor=1, pipeline=1))[0].parallel
+    assert (alone.schedule, alone.model_chunks, alone.tensor_overlap) == ("1f1b", 1, 1)
+    if c.parallel.model_chunks > 1:  # four stages have one block each
+        assert laid_out(c, old, Sizes(pipeline=4))[0].parallel.model_chunks == 1

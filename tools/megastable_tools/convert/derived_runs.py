@@ -120,7 +120,8 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     invalid one, naming every key in the way.
 
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
-    what data-parallel ranks and heads allow, replicas to what ranks and ZeRO do. A micro-batch must divide a rank's
+    what data-parallel ranks and heads allow, replicas to what ranks and ZeRO do; what orders the passes of stages is
+    left out without them, model chunks also where there are too few blocks. A micro-batch must divide a rank's
     share of the global batch.
     """
     names = ("tensor", "pipeline", "zero", "data")
@@ -134,6 +135,12 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
         "tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence, "context": context,
         "replicas": replicas,
     }  # fmt: skip
+    if not sequence:
+        recipe_tree["parallel"]["tensor_overlap"] = 1
+    if pipeline == 1:
+        recipe_tree["parallel"]["schedule"] = "1f1b"
+    if pipeline == 1 or pipeline * run.parallel.model_chunks > run.model.layers:
+        recipe_tree["parallel"]["model_chunks"] = 1
     if sizes.micro_batch is not None:
         recipe_tree["train"]["micro_batch"] = sizes.micro_batch
     made = recipe.validate_tree(recipe_tree, f"tensor={tensor} pipeline={pipeline} zero={zero} data={data}")

@@ -42,7 +42,10 @@ ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }  # fmt: skip
-LAYOUT = {"tensor": 1, "pipeline": 1, "context": 1, "replicas": 1, "sequence": False}
+LAYOUT = {
+    "tensor": 1, "pipeline": 1, "context": 1, "replicas": 1, "sequence": False, "tensor_overlap": 1,
+    "schedule": "1f1b", "model_chunks": 1,
+}  # fmt: skip
 
 
 class ReplayedStep(NamedTuple):
