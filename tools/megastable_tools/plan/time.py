@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -397,24 +397,32 @@ class _Prediction:
         shared_terms = [(term, n) for term in terms if (n := self.members[term.group]) > 1]
         return sum(volume.count_sent_bytes(term, n) for term, n in shared_terms)
 
-    def _moving(self, terms: Iterable[volume.Term]) -> float:
+    def _moving(self, terms: Sequence[volume.Term]) -> float:
         """Seconds of all calls."""
+        bucket_counts = Counter[str]()
+        for term in terms:
+            bucket_counts[term.what] += term.calls * (term.collective == "all-to-all")
         total_seconds = 0.0
         for term in terms:
             n, group_link = self.members[term.group], self.links[term.group]
             if n > 1 and term.collective != "receive":  # the other end's send
                 sent_bytes = volume.count_sent_bytes(term, n)
-                if term.what == volume.MOVED:
-                    sent_bytes *= n  # most buckets have one owner, who receives from all
-                total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
+                if _is_with_owners(term):
+                    # One rank or a few own a bucket: each host is busy in its turn, over all cards (NCCL's PXN), while
+                    # the others wait.
+                    total_seconds += sent_bytes * min(n, bucket_counts[term.what]) / group_link.rate
+                else:
+                    total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
                 total_seconds += term.calls * estimate_latency(term.collective, n, group_link)
         return total_seconds
 
     def _terms(self, stage: int) -> list[volume.Term]:
         if stage not in self._said:
-            self._said[stage] = volume.list_step_terms(
+            terms = volume.list_step_terms(
                 self.config, self.layout.data, stage, self.cut, self.loss, ballot=BALLOT, zero=self.zero
             )
+            # The parts of others' ranks are even already.
+            self._said[stage] = [t for t in terms if self.others == DEEPSPEED or not _is_with_owners(t)]
         return self._said[stage]
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:
@@ -442,7 +450,9 @@ class _Prediction:
             if group_name == "pipeline" and self.config.parallel.model_chunks > 1:
                 # Messages of chunks are waited for while the pipeline fills and drains, otherwise they have a pass.
                 awaited_count = 2 * (self.layout.pipeline * self.config.parallel.model_chunks - 1)
-                awaited_share = min(1.0, awaited_count / sum(term.calls for term in terms))
+                awaited_share = min(
+                    1.0, awaited_count / sum(term.calls for term in terms if term.what != "segments")
+                )
                 _, hidden = self._hide(moving_seconds * (1 - awaited_share), computing, True)
                 seconds = moving_seconds - hidden
             if group_name == "tensor" and self.others == DEEPSPEED:
@@ -511,8 +521,7 @@ class _Prediction:
 
     def _count_late_share(self, stage: int) -> float:
         """Share of the weights in buckets that are not read before the forward pass has begun."""
-        held_stage = volume.stage_of(self.cut, stage)
-        cut_groups = volume.cut_weights(self.config, self.layout.data, held_stage, self.zero)
+        cut_groups = volume.cut_weights(self.config, self.layout.data, self.held[stage][0], self.zero)
         first_elements = sum(len(buckets[0]) for buckets in cut_groups)
         return 1 - first_elements / sum(buckets[-1].stop for buckets in cut_groups)
 
@@ -539,6 +548,11 @@ class _Prediction:
             terms = [term for term in all_terms if term.group == group]
             link, ranks = self.links[group].name, self.members[group]
             yield Traffic(group, link, ranks, self._sent(terms), self._moving(terms))
+
+
+def _is_with_owners(term: volume.Term) -> bool:
+    """Whether even slices of a bucket come from the ranks that update it, or go to them."""
+    return term.collective == "all-to-all" and term.what in ("weights", volume.MOVED)
 
 
 def _beside(hidden: float) -> str:
