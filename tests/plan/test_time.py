@@ -148,10 +148,11 @@ def test_a_round_of_model_chunks_waits_for_the_slowest() -> None:
 
 
 def test_messages_of_model_chunks_are_hidden_but_for_the_ends() -> None:
-    """A step waits for 2 (p v - 1) of them, however many micro-batches it has."""
+    """A step waits for 2 (p v - 1) of them, however many micro-batches it has, and with segments or without."""
     one = 2048 * 1024 * 2 / 1000e9
-    for batches in (64, 16):
+    for batches, apart in ((64, False), (16, False), (64, True)):
         c = config(pipeline=4, model={"layers": 16}, train={"global_batch": batches}, model_chunks=2)
+        c = c.model_copy(update={"data": c.data.model_copy(update={"keep_documents_apart": apart})})
         found = timed(c, cluster=free(host={"gb_per_second": 1000, "latency_us": 0}))
         assert found.parts["pipeline"] == pytest.approx(2 * (4 * 2 - 1) * one, rel=0.01)
 
