@@ -17,7 +17,7 @@ from megastable.model.sizes import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import published, volume
 from megastable_tools.plan.cluster import ClusterConfig, load_cluster
-from megastable_tools.plan.time import BALLOT, KINDS, StepTime, find_crossing, step_time
+from megastable_tools.plan.time import BALLOT, KINDS, Others, StepTime, find_crossing, step_time
 
 H100 = load_cluster("launch/clusters/h100.yaml")
 
@@ -233,6 +233,19 @@ def test_weights_are_hidden_by_the_first_forward_pass_but_for_the_first_buckets(
         lines = timed(c, data, cluster, zero=settings).lines
         seconds = sum(line.seconds for line in lines if line.what == "weights")
         assert seconds == pytest.approx(moving * exposed, rel=1e-3)
+
+
+def test_others_gather_weights_without_an_exchange() -> None:
+    """Their parts are even; ours come from the ranks that have updated a bucket."""
+    c, settings = config(), {"reduce_bucket_size": 1 << 20}
+    ours, theirs = (
+        {traffic.group: traffic.bytes for traffic in timed(c, 8, zero=settings, others=others).traffic}[
+            "data"
+        ]
+        for others in (Others(), Others(fused=True))
+    )
+    size = sum(sum(group.sizes) for group in volume.parameter_groups(c, volume.Stage(16, True, True)))
+    assert ours - theirs == pytest.approx(2 * size * 7 / 8 / 8, rel=0.01)
 
 
 LAYOUTS = [
