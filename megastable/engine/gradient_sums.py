@@ -109,10 +109,12 @@ class GradientSums:
                 )
                 own_start, own_stop = (end - self._rank * part_size for end in (bucket_start, bucket_end))
                 own_places = [(g, at) for g, at in self._places if g == group and own_start <= at < own_stop]
-                slices = owner_pieces
+                even_slices = owner_pieces
                 if self._replicas is not None:
-                    slices = list(bucket_buffer.tensor_split(self._shards))
-                new_bucket = Bucket(bucket_buffer, owner_pieces, slices, group, bucket_numbers, own_places)
+                    even_slices = list(bucket_buffer.tensor_split(self._shards))
+                new_bucket = Bucket(
+                    bucket_buffer, owner_pieces, even_slices, group, bucket_numbers, own_places
+                )
                 ordered_buckets.append((first_order, new_bucket))
         return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
 
@@ -179,10 +181,11 @@ class GradientSums:
 
     def _move_slices(self, bucket: Bucket) -> Work:
         """To their owners. In place: a rank receives nothing where it has something to send, but from itself."""
-        slices, pieces = (list_ranges(parts) for parts in (bucket.slices, bucket.pieces))
+        slice_ranges, piece_ranges = (list_ranges(parts) for parts in (bucket.slices, bucket.pieces))
         return dist.all_to_all_single(
-            bucket.pieces[self._rank], bucket.slices[self._rank], count_overlaps(pieces[self._rank], slices),
-            count_overlaps(slices[self._rank], pieces), group=self._owners, async_op=True,
+            bucket.pieces[self._rank], bucket.slices[self._rank],
+            count_overlaps(piece_ranges[self._rank], slice_ranges),
+            count_overlaps(slice_ranges[self._rank], piece_ranges), group=self._owners, async_op=True,
         )  # fmt: skip
 
     def finish_sums(self, *_: Any, **__: Any) -> None:

@@ -51,25 +51,33 @@ class WeightGathers:
     ) -> None:  # fmt: skip
         # In a tied pipeline the last one is a function of the embedding, which is not called.
         called = getattr(module, "forward_funcs", module.children())
-        layers = [layer for layer in called if isinstance(layer, nn.Module)]
+        called_layers = [layer for layer in called if isinstance(layer, nn.Module)]
         # Norms are read at the beginning (`share_norm_weights`), or from the first block on: they share a bucket.
-        readers = {id(p): n for n, layer in enumerate(layers) for p in layer.parameters() if p.dim() > 1}
+        reader_numbers = {
+            id(p): n for n, layer in enumerate(called_layers) for p in layer.parameters() if p.dim() > 1
+        }
         found_buckets = []
         for parameters, buffer, group in zip(groups, buffers, shard_groups, strict=True):
             ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), len(buffer)
-            sizes = [parameter.numel() for parameter in parameters]
-            places = list(zip(parameters, pairwise(accumulate(sizes, initial=0)), strict=True))
-            for whole in cut_evenly(sizes, length, ranks, limit) if ranks > 1 else ():
-                within = [p for p, (start, stop) in places if start < whole.stop and stop > whole.start]
-                reader = min((readers.get(id(p), BEFORE_ALL) for p in within), default=BEFORE_ALL)
-                owned = [find_owned(whole, length, ranks, owner) for owner in range(ranks)]
-                shares = share_out(buffer.detach(), whole, owned, rank)
-                found_buckets.append(WeightBucket(reader, shares, group))
+            parameter_sizes = [parameter.numel() for parameter in parameters]
+            parameter_places = list(
+                zip(parameters, pairwise(accumulate(parameter_sizes, initial=0)), strict=True)
+            )
+            for whole in cut_evenly(parameter_sizes, length, ranks, limit) if ranks > 1 else ():
+                parameters_within = [
+                    p for p, (start, stop) in parameter_places if start < whole.stop and stop > whole.start
+                ]
+                first_reader = min(
+                    (reader_numbers.get(id(p), BEFORE_ALL) for p in parameters_within), default=BEFORE_ALL
+                )
+                owned_ranges = [find_owned(whole, length, ranks, owner) for owner in range(ranks)]
+                bucket_shares = share_out(buffer.detach(), whole, owned_ranges, rank)
+                found_buckets.append(WeightBucket(first_reader, bucket_shares, group))
         self.buckets = sorted(found_buckets, key=lambda bucket: bucket.reader)
         self._begun: deque[tuple[int, Work]] = deque()
         if self.buckets:
             module.register_forward_pre_hook(partial(self._wait_for_layer, BEFORE_ALL), prepend=True)
-            for number, layer in enumerate(layers):
+            for number, layer in enumerate(called_layers):
                 layer.register_forward_pre_hook(partial(self._wait_for_layer, number))
 
     @torch.no_grad()

@@ -60,8 +60,8 @@ def answer_plan(
     config = recipe.load_recipe(recipe_path, overrides)
     if config.model.experts is not None:
         raise ConfigError(
-            f"{recipe_path}: model.experts: memory and time of routed experts are not planned yet; for a bound plan the "
-            "dense model of as many weights (model.experts=null and a larger model.ffn)"
+            f"{recipe_path}: model.experts: memory and time of routed experts are not planned yet; for a bound plan "
+            "the dense model of as many weights (model.experts=null and a larger model.ffn)"
         )
     if fp8 and (kind := config.precision.kind) != "bf16":
         raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")

@@ -446,8 +446,8 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
     cut = tuple(volume.stage_bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    stages = critical_stages(cut, config.parallel.model_chunks)
-    footprints = list_footprints(config, layout, device=device, cut=cut, stages=stages)
+    stage_numbers = critical_stages(cut, config.parallel.model_chunks)
+    footprints = list_footprints(config, layout, device=device, cut=cut, stages=stage_numbers)
     return LayoutPlan(config, layout, cluster, tuple(footprints))
 
 

@@ -292,9 +292,11 @@ class _Prediction:
         if chunks == 1:
             return 0.0
         layer_prices = [cost for cost, _ in layer_costs(self.config.model)]
-        prices = [sum(layer_prices[begin:end]) for begin, end in pairwise(self.cut)]
-        rounds_price = sum(max(prices[first : first + stages]) for first in range(0, len(prices), stages))
-        uneven_share = rounds_price / max(sum(prices[stage::stages]) for stage in range(stages)) - 1
+        chunk_prices = [sum(layer_prices[begin:end]) for begin, end in pairwise(self.cut)]
+        rounds_price = sum(
+            max(chunk_prices[first : first + stages]) for first in range(0, len(chunk_prices), stages)
+        )
+        uneven_share = rounds_price / max(sum(chunk_prices[stage::stages]) for stage in range(stages)) - 1
         missing_batches = -self.micro_batches % stages
         return missing_batches * (1 - 1 / chunks) + self.micro_batches * uneven_share
 
@@ -418,11 +420,11 @@ class _Prediction:
 
     def _terms(self, stage: int) -> list[volume.Term]:
         if stage not in self._said:
-            terms = volume.list_step_terms(
+            step_terms = volume.list_step_terms(
                 self.config, self.layout.data, stage, self.cut, self.loss, ballot=BALLOT, zero=self.zero
             )
             # The parts of others' ranks are even already.
-            self._said[stage] = [t for t in terms if self.others == DEEPSPEED or not _is_with_owners(t)]
+            self._said[stage] = [t for t in step_terms if self.others == DEEPSPEED or not _is_with_owners(t)]
         return self._said[stage]
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:

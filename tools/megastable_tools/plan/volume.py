@@ -530,17 +530,17 @@ def _shared(
 ) -> list[Term]:  # fmt: skip
     """Updated weights: even slices of every bucket are gathered. Each comes from the ranks that have updated it, unless
     these have updated equal parts."""
-    e, sliced, given = count_element_bytes(config), Counter[int](), Counter[int]()
+    e, slice_counts, owned_counts = count_element_bytes(config), Counter[int](), Counter[int]()
     ranks, group_kind = count_shards(config, data), "data" if config.parallel.replicas == 1 else "shard"
     for group_buckets in cut_weights(config, data, held, settings):
-        length = group_buckets[-1].stop
+        flat_length = group_buckets[-1].stop
         for bucket in group_buckets:
-            sliced[len(bucket) // ranks] += 1
+            slice_counts[len(bucket) // ranks] += 1
             if len(group_buckets) > 1:
-                given[len(find_owned(bucket, length, ranks, data_rank % ranks))] += 1
+                owned_counts[len(find_owned(bucket, flat_length, ranks, data_rank % ranks))] += 1
     return [
         Term("weights", group_kind, collective, n * e, calls)
-        for collective, counted in (("all-gather", sliced), ("all-to-all", given))
+        for collective, counted in (("all-gather", slice_counts), ("all-to-all", owned_counts))
         for n, calls in counted.items()
     ]
 
