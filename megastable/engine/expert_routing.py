@@ -52,13 +52,13 @@ class ExpertRouting:
         """Of this rank's tokens and layers, fp64 [layers x columns]; the sums over all ranks are those of the batch.
         Columns: `count_columns`. Zero where another rank counts the same tokens."""
         columns = count_columns(self._experts.count)
-        table = torch.zeros(len(self.bias), columns, dtype=torch.float64, device=self.bias.device)
+        choice_table = torch.zeros(len(self.bias), columns, dtype=torch.float64, device=self.bias.device)
         if self._topology.tensor_rank == 0 or self._counts_own_tokens():
             for layer, mlp in self._mlps.items():
                 assert mlp.measured is not None
                 if mlp.measured:
-                    table[layer] = torch.stack(mlp.measured).double().sum(0)
-        return table.flatten()
+                    choice_table[layer] = torch.stack(mlp.measured).double().sum(0)
+        return choice_table.flatten()
 
     def _counts_own_tokens(self) -> bool:
         """Whether the ranks of a tensor group route different tokens."""
@@ -70,12 +70,14 @@ class ExpertRouting:
 
     def follow_update(self, sums: Tensor) -> None:
         """An update was applied to the batch of these sums, as from `unfold_sums`."""
-        counts = sums[:, : self._experts.count].to(self.bias.device)
-        mean = counts.mean(1, keepdim=True)
-        self.bias.add_(torch.sign(mean - counts).float(), alpha=self._experts.bias_rate)
-        has_choices = mean > 0
+        choice_counts = sums[:, : self._experts.count].to(self.bias.device)
+        mean_count = choice_counts.mean(1, keepdim=True)
+        self.bias.add_(torch.sign(mean_count - choice_counts).float(), alpha=self._experts.bias_rate)
+        has_choices = mean_count > 0
         self.shares.copy_(
-            torch.where(has_choices, counts / counts.sum(1, keepdim=True).clamp_min(1), self.shares)
+            torch.where(
+                has_choices, choice_counts / choice_counts.sum(1, keepdim=True).clamp_min(1), self.shares
+            )
         )
 
     @property

@@ -65,12 +65,12 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     own_scores = logits.softmax(-1) if config.gate == "softmax" else logits.sigmoid()
     with torch.no_grad():
         biased_scores = own_scores if bias is None else own_scores + bias
-        chosen = biased_scores.topk(config.top_k, -1).indices
-    weights = own_scores.gather(-1, chosen)
+        chosen_experts = biased_scores.topk(config.top_k, -1).indices
+    choice_weights = own_scores.gather(-1, chosen_experts)
     if config.normalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    scores = own_scores if config.gate == "softmax" else own_scores / own_scores.sum(-1, keepdim=True)
-    return Routing(chosen, weights * config.scale, scores, logits)
+        choice_weights = choice_weights / choice_weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    even_scores = own_scores if config.gate == "softmax" else own_scores / own_scores.sum(-1, keepdim=True)
+    return Routing(chosen_experts, choice_weights * config.scale, even_scores, logits)
 
 
 def balance_term(scores: Tensor, shares: Tensor, tokens: int) -> Tensor:
@@ -136,14 +136,20 @@ def sort_by_expert(chosen: Tensor, experts: int, capacity: float | None) -> Disp
     """Sort the choices, int64 [n, k], of n tokens by expert, and within one by token. capacity: an expert takes the
     first ones, so many times the mean."""
     flat_choices = chosen.flatten()
-    counts = torch.bincount(flat_choices, minlength=experts)
-    places = flat_choices.argsort(stable=True)
+    expert_counts = torch.bincount(flat_choices, minlength=experts)
+    sorted_places = flat_choices.argsort(stable=True)
     if capacity is not None:
-        most = max(1, int(capacity * len(flat_choices) / experts))
-        first_of_expert = counts.cumsum(0) - counts
-        position = torch.arange(len(places), device=places.device) - first_of_expert[flat_choices[places]]
-        places, counts = places[position < most], counts.clamp_max(most)
-    return Dispatch(places, counts)
+        most_choices = max(1, int(capacity * len(flat_choices) / experts))
+        first_of_expert = expert_counts.cumsum(0) - expert_counts
+        place_in_expert = (
+            torch.arange(len(sorted_places), device=sorted_places.device)
+            - first_of_expert[flat_choices[sorted_places]]
+        )
+        sorted_places, expert_counts = (
+            sorted_places[place_in_expert < most_choices],
+            expert_counts.clamp_max(most_choices),
+        )
+    return Dispatch(sorted_places, expert_counts)
 
 
 class Router(nn.Module):
@@ -203,82 +209,86 @@ class ExpertMLP(nn.Module):
         """measured: fp32 [2 experts + 4], gets the choices of every expert, the sums of its scores, and `TOTALS`, of
         this rank's part of the tokens. Written, not added to: a recomputation writes the same once more."""
         routing = choose_experts(self.router(x), self.bias, self.config)
-        weights = routing.weights
-        if torch.is_grad_enabled() and (loss := self._weigh_losses(routing)) is not None:
-            weights = _AddLoss.apply(weights, loss, self.loss_scale)
-        chosen = routing.chosen
+        choice_weights = routing.weights
+        if torch.is_grad_enabled() and (router_loss := self._weigh_losses(routing)) is not None:
+            choice_weights = _AddLoss.apply(choice_weights, router_loss, self.loss_scale)
+        chosen_experts = routing.chosen
         if self.tp.size > 1:
-            weights = enter_tensor_region(weights, self.tp)
+            choice_weights = enter_tensor_region(choice_weights, self.tp)
             if self.tp.sequence:
-                chosen = gather_sequence(chosen, self.tp)
-        entered = enter_tensor_region(x, self.tp)
-        tokens = entered.reshape(-1, entered.shape[-1])
-        choices = self.config.top_k
-        dispatch = sort_by_expert(chosen.view(-1, choices), self.config.count, self.config.capacity)
+                chosen_experts = gather_sequence(chosen_experts, self.tp)
+        entered_x = enter_tensor_region(x, self.tp)
+        all_tokens = entered_x.reshape(-1, entered_x.shape[-1])
+        token_choices = self.config.top_k
+        dispatch = sort_by_expert(
+            chosen_experts.view(-1, token_choices), self.config.count, self.config.capacity
+        )
         if measured is not None:
-            self._measure(routing, len(tokens) * choices - len(dispatch.places), measured)
-        rows = _TakeRows.apply(tokens, dispatch.places, choices)
-        results = self._compute_experts(rows, dispatch.counts)
-        by_place = results.new_zeros(len(tokens) * choices, results.shape[-1])
-        by_place = by_place.index_copy(0, dispatch.places, results).view(len(tokens), choices, -1)
-        y = (by_place * weights.view(len(tokens), choices, 1)).sum(1).to(x.dtype)
+            self._measure(routing, len(all_tokens) * token_choices - len(dispatch.places), measured)
+        sorted_rows = _TakeRows.apply(all_tokens, dispatch.places, token_choices)
+        expert_results = self._compute_experts(sorted_rows, dispatch.counts)
+        by_place = expert_results.new_zeros(len(all_tokens) * token_choices, expert_results.shape[-1])
+        by_place = by_place.index_copy(0, dispatch.places, expert_results).view(
+            len(all_tokens), token_choices, -1
+        )
+        y = (by_place * choice_weights.view(len(all_tokens), token_choices, 1)).sum(1).to(x.dtype)
         if self.shared is not None:
-            y = y + self.shared(tokens)
-        return leave_tensor_region(y.view_as(entered), self.tp)
+            y = y + self.shared(all_tokens)
+        return leave_tensor_region(y.view_as(entered_x), self.tp)
 
     def _compute_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [m, hidden] of the tokens of each expert, side by side -> the experts' results, of the same shape."""
-        experts = [expert for expert in self.experts if isinstance(expert, MLP)]
-        products = {part.product for expert in experts for part in (expert.gate_up, expert.down)}
+        own_experts = [expert for expert in self.experts if isinstance(expert, MLP)]
+        product_kinds = {part.product for expert in own_experts for part in (expert.gate_up, expert.down)}
         # What replaces a product, as FP8 and traces do, multiplies one matrix at a time.
-        if not self.grouped or products != {linear}:
-            parts = zip(experts, rows.split(counts.tolist()), strict=True)
-            return torch.cat([expert(part) for expert, part in parts])
-        ends = counts.cumsum(0).int()
-        gate_up = multiply_groups(rows, ends, [expert.gate_up.weight for expert in experts])
-        inner = experts[0].run_activation(gate_up)
-        return multiply_groups(inner, ends, [expert.down.weight for expert in experts])
+        if not self.grouped or product_kinds != {linear}:
+            row_parts = zip(own_experts, rows.split(counts.tolist()), strict=True)
+            return torch.cat([expert(part) for expert, part in row_parts])
+        row_ends = counts.cumsum(0).int()
+        gate_up = multiply_groups(rows, row_ends, [expert.gate_up.weight for expert in own_experts])
+        inner_rows = own_experts[0].run_activation(gate_up)
+        return multiply_groups(inner_rows, row_ends, [expert.down.weight for expert in own_experts])
 
     def _weigh_losses(self, routing: Routing) -> Tensor | None:
         """The weighted losses of this rank's part of the tokens, fp32 []; None without."""
         sharing_ranks = self.tp.size if self.tp.sequence else 1
-        tokens = routing.chosen[..., 0].numel() * sharing_ranks
-        terms = []
+        token_count = routing.chosen[..., 0].numel() * sharing_ranks
+        loss_terms = []
         if self.balance_weight:
-            shares = self._find_shares(routing.chosen)
-            terms.append(self.balance_weight * balance_term(routing.scores, shares, tokens))
+            expert_shares = self._find_shares(routing.chosen)
+            loss_terms.append(self.balance_weight * balance_term(routing.scores, expert_shares, token_count))
         if self.z_weight:
-            terms.append(self.z_weight * z_term(routing.logits, tokens))
-        return sum(terms[1:], terms[0]) if terms else None
+            loss_terms.append(self.z_weight * z_term(routing.logits, token_count))
+        return sum(loss_terms[1:], loss_terms[0]) if loss_terms else None
 
     @torch.no_grad()
     def _find_shares(self, chosen: Tensor) -> Tensor:
         """Of all choices that each expert has, fp32 [experts], as `balance_over` says."""
         if self.config.balance_over == "step" and self.shares is not None:
             return self.shares
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.count).float()
+        choice_counts = torch.bincount(chosen.flatten(), minlength=self.config.count).float()
         if self.config.balance_over == "step":
-            return torch.full_like(counts, 1 / len(counts))
+            return torch.full_like(choice_counts, 1 / len(choice_counts))
         if self.tp.sequence and self.tp.size > 1:
-            dist.all_reduce(counts, group=self.tp.group)
+            dist.all_reduce(choice_counts, group=self.tp.group)
         if self.cp.size > 1:
-            dist.all_reduce(counts, group=self.cp.group)
-        return counts / counts.sum()
+            dist.all_reduce(choice_counts, group=self.cp.group)
+        return choice_counts / choice_counts.sum()
 
     @torch.no_grad()
     def _measure(self, routing: Routing, dropped: int, measured: Tensor) -> None:
-        counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count)
-        scores = routing.scores.flatten(0, -2)
+        choice_counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count)
+        flat_scores = routing.scores.flatten(0, -2)
         sharing_ranks = self.tp.size if self.tp.sequence else 1  # that all count what is dropped
-        totals = torch.stack(
+        token_totals = torch.stack(
             (
                 routing.logits.logsumexp(-1).square().sum(),
-                -torch.special.xlogy(scores, scores).sum(),
-                scores.new_tensor(dropped / sharing_ranks),
-                scores.new_tensor(float(len(scores))),
+                -torch.special.xlogy(flat_scores, flat_scores).sum(),
+                flat_scores.new_tensor(dropped / sharing_ranks),
+                flat_scores.new_tensor(float(len(flat_scores))),
             )
         )
-        measured.copy_(torch.cat((counts.float(), scores.sum(0), totals)))
+        measured.copy_(torch.cat((choice_counts.float(), flat_scores.sum(0), token_totals)))
 
 
 def _make_expert(

@@ -27,14 +27,24 @@ def can_group(device: torch.device, dtype: torch.dtype) -> bool:
 def view_together(matrices: Sequence[Tensor]) -> Tensor:
     """[groups, out, in] of contiguous matrices [out, in], without gradients: a view if they lie at equal distances in
     one storage, else a copy."""
-    first, *others = matrices
-    storage, offsets = first.untyped_storage().data_ptr(), [matrix.storage_offset() for matrix in matrices]
-    distance = offsets[1] - offsets[0] if others else first.numel()
-    is_even = all(later - earlier == distance for earlier, later in pairwise(offsets))
-    is_one = all(matrix.untyped_storage().data_ptr() == storage for matrix in others)
-    if not (is_even and is_one and distance >= first.numel() and all(map(Tensor.is_contiguous, matrices))):
+    first_matrix, *other_matrices = matrices
+    first_storage, storage_offsets = (
+        first_matrix.untyped_storage().data_ptr(),
+        [matrix.storage_offset() for matrix in matrices],
+    )
+    even_distance = storage_offsets[1] - storage_offsets[0] if other_matrices else first_matrix.numel()
+    is_even = all(later - earlier == even_distance for earlier, later in pairwise(storage_offsets))
+    is_one = all(matrix.untyped_storage().data_ptr() == first_storage for matrix in other_matrices)
+    if not (
+        is_even
+        and is_one
+        and even_distance >= first_matrix.numel()
+        and all(map(Tensor.is_contiguous, matrices))
+    ):
         return torch.stack(list(matrices))
-    return first.as_strided((len(matrices), *first.shape), (distance, first.shape[1], 1))
+    return first_matrix.as_strided(
+        (len(matrices), *first_matrix.shape), (even_distance, first_matrix.shape[1], 1)
+    )
 
 
 def multiply_groups(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -59,13 +69,17 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
+        x, row_ends, *group_weights = ctx.saved_tensors
         gradient = gradient.contiguous()
-        dx = F.grouped_mm(gradient, view_together(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        dx = (
+            F.grouped_mm(gradient, view_together(group_weights), offs=row_ends)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         if not any(ctx.needs_input_grad[2:]):
-            return dx, None, *(None for _ in weights)
+            return dx, None, *(None for _ in group_weights)
         # A group without rows leaves its part unwritten on some devices.
-        has_rows = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
-        weight_gradients = F.grouped_mm(gradient.t(), x, offs=ends)
+        has_rows = torch.diff(row_ends, prepend=row_ends.new_zeros(1)) > 0
+        weight_gradients = F.grouped_mm(gradient.t(), x, offs=row_ends)
         weight_gradients = torch.where(has_rows[:, None, None], weight_gradients, 0.0)
         return dx, None, *weight_gradients.unbind()

@@ -42,14 +42,14 @@ def read_choices(choices: Sequence[Sequence[float]] | Numbers, experts: int) -> 
     """The layers with routed experts, in order. choices: [layers, columns], as model/experts.py has the columns, summed
     over all ranks."""
     layer_loads = []
-    for layer, row in enumerate(np.asarray(choices, dtype=np.float64)):
-        counts, score_sums = row[:experts], row[experts : 2 * experts]
-        squared_logsumexp, entropy, dropped, tokens = row[2 * experts :]
-        if tokens > 0:
+    for layer, layer_row in enumerate(np.asarray(choices, dtype=np.float64)):
+        choice_counts, score_sums = layer_row[:experts], layer_row[experts : 2 * experts]
+        squared_logsumexp, entropy, dropped_choices, token_count = layer_row[2 * experts :]
+        if token_count > 0:
             layer_loads.append(
                 LayerLoads(
-                    layer, counts / counts.mean(), score_sums / score_sums.mean(), entropy / tokens,
-                    float(np.sqrt(squared_logsumexp / tokens)), dropped / counts.sum(),
+                    layer, choice_counts / choice_counts.mean(), score_sums / score_sums.mean(), entropy / token_count,
+                    float(np.sqrt(squared_logsumexp / token_count)), dropped_choices / choice_counts.sum(),
                 )
             )  # fmt: skip
     return layer_loads
@@ -57,10 +57,10 @@ def read_choices(choices: Sequence[Sequence[float]] | Numbers, experts: int) -> 
 
 def summarise_loads(layers: Sequence[LayerLoads]) -> dict[str, float]:
     """The columns of a step record: the worst layer of each kind, and the share of all experts that were idle."""
-    experts = sum(len(layer.loads) for layer in layers)
+    expert_count = sum(len(layer.loads) for layer in layers)
     return {
         "expert_violation": max(layer.violation for layer in layers),
-        "expert_idle": sum(layer.idle for layer in layers) / experts,
+        "expert_idle": sum(layer.idle for layer in layers) / expert_count,
         "expert_dropped": max(layer.dropped for layer in layers),
         "router_entropy": min(layer.entropy for layer in layers),
         "router_z": max(layer.z for layer in layers),
@@ -69,10 +69,13 @@ def summarise_loads(layers: Sequence[LayerLoads]) -> dict[str, float]:
 
 def list_rows(layers: Sequence[LayerLoads], biases: Numbers) -> dict[str, dict[str, float]]:
     """The layer records of experts and routers, by name. biases: of all layers' experts, [layers, experts]."""
-    rows: dict[str, dict[str, float]] = {}
+    found_rows: dict[str, dict[str, float]] = {}
     for layer in layers:
         mlp_name = f"blocks.{layer.layer}.mlp"
-        rows[f"{mlp_name}.router"] = {"router_entropy": layer.entropy, "router_z": layer.z}
+        found_rows[f"{mlp_name}.router"] = {"router_entropy": layer.entropy, "router_z": layer.z}
         for number, (load, bias) in enumerate(zip(layer.loads, biases[layer.layer], strict=True)):
-            rows[f"{mlp_name}.experts.{number}"] = {"expert_load": float(load), "expert_bias": float(bias)}
-    return rows
+            found_rows[f"{mlp_name}.experts.{number}"] = {
+                "expert_load": float(load),
+                "expert_bias": float(bias),
+            }
+    return found_rows

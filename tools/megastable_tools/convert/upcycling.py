@@ -38,20 +38,20 @@ OF_EXPERTS = re.compile(r"(blocks\.\d+\.mlp)\.(?:router|(shared|experts\.(\d+))\
 def make_upcycled_config(checkpoint: Path, overrides: Sequence[str]) -> RunConfig:
     """The recipe of a dense checkpoint's run with `overrides`, which set model.experts. Raises CheckpointError,
     ConfigError."""
-    old = next_run_of(checkpoint)
-    if old.model.experts is not None:
+    old_run = next_run_of(checkpoint)
+    if old_run.model.experts is not None:
         raise CheckpointError(f"{checkpoint}: it has experts: only a dense model can be upcycled")
-    recipe_tree = old.model_dump(mode="json")
+    recipe_tree = old_run.model_dump(mode="json")
     for assignment in overrides:
         recipe.override_key(recipe_tree, assignment)
-    run = recipe.validate_tree(recipe_tree, f"{checkpoint}, upcycled")
-    model, experts = run.model, run.model.experts
+    new_run = recipe.validate_tree(recipe_tree, f"{checkpoint}, upcycled")
+    model, experts = new_run.model, new_run.model.experts
     if experts is None:
         raise ConfigError("model.experts is missing: say how many, such as model.experts.count=8")
-    for key, mine, other in field_differences(old.model.model_dump(), model.model_dump()):
+    for key, own_value, other_value in field_differences(old_run.model.model_dump(), model.model_dump()):
         if not key.startswith("experts") and f"model.{key}" not in FREE:
             raise ConfigError(
-                f"model.{key}={other}: the checkpoint has {mine}: upcycling changes nothing but experts"
+                f"model.{key}={other_value}: the checkpoint has {own_value}: upcycling changes nothing but experts"
             )
     if not experts.normalize:
         raise ConfigError(
@@ -70,7 +70,7 @@ def make_upcycled_config(checkpoint: Path, overrides: Sequence[str]) -> RunConfi
                 f"model.experts.{key}={number} is no multiple of {slice_count}, the experts that are one dense MLP: "
                 f"change it, or model.experts.ffn={model.expert_width}"
             )
-    return run
+    return new_run
 
 
 def count_slices(model: ModelConfig) -> int:
