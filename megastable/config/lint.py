@@ -357,8 +357,7 @@ def bounded_logits(c: RunConfig) -> bool:
 def block_weights(m: ModelConfig) -> int:
     """Weights of all blocks that are used for a token, without embedding, output layer and vectors."""
     attention_weights = m.hidden * m.head_width * 2 * (m.heads + m.key_value_heads)
-    inner_widths = sum(m.mlp_widths(block)[1] for block in range(m.layers))
-    return m.layers * attention_weights + 3 * m.hidden * inner_widths
+    return m.layers * attention_weights + 3 * m.hidden * m.mlp_widths(of_token=True)
 
 
 def estimate_compute(c: RunConfig) -> float:

@@ -85,7 +85,7 @@ class ExpertsConfig(Section):
     `top_k` best ones, weighted by their scores, are computed for it. Method: model/experts.py.
     """
 
-    count: int = Field(ge=2, examples=[8])
+    count: int = Field(ge=2, le=4096, examples=[8])
     """Experts of a block that the router chooses from."""
     top_k: PositiveInt = 2
     """Experts of a token."""
@@ -238,11 +238,18 @@ class ModelConfig(Section):
         assert self.experts is not None
         return self.experts.ffn or self.ffn_width
 
-    def mlp_widths(self, block: int) -> tuple[int, int]:
-        """Inner widths of all MLPs of a block together, and of those that are computed for a token."""
-        if (experts := self.experts_of(block)) is None:
-            return self.ffn_width, self.ffn_width
-        return tuple(self.expert_width * (n + experts.shared) for n in (experts.count, experts.top_k))  # type: ignore[return-value]
+    @property
+    def expert_blocks(self) -> int:
+        """Blocks with routed experts."""
+        return 0 if self.experts is None else max(self.layers - self.experts.first_dense, 0)
+
+    def mlp_widths(self, of_token: bool = False) -> int:
+        """Inner widths of all MLPs of all blocks together; of_token: only of those that are computed for a token."""
+        dense_widths = (self.layers - self.expert_blocks) * self.ffn_width
+        if self.experts is None:
+            return dense_widths
+        experts = (self.experts.top_k if of_token else self.experts.count) + self.experts.shared
+        return dense_widths + self.expert_blocks * experts * self.expert_width
 
     @property
     def width_ratio(self) -> float:

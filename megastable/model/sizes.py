@@ -26,9 +26,8 @@ def count_parameters(c: ModelConfig) -> int:
 
 def _mlp_elements(c: ModelConfig, of_token: bool = False) -> int:
     """Weights of the MLPs and routers of all blocks; of_token: only those that are used for a token."""
-    router_rows = sum(experts.count for block in range(c.layers) if (experts := c.experts_of(block)))
-    inner_widths = [c.mlp_widths(block)[of_token] for block in range(c.layers)]
-    return c.hidden * (3 * sum(inner_widths) + router_rows)
+    router_rows = 0 if c.experts is None else c.expert_blocks * c.experts.count
+    return c.hidden * (3 * c.mlp_widths(of_token) + router_rows)
 
 
 def flops_per_token(c: ModelConfig, causal: bool) -> float:
@@ -110,8 +109,9 @@ def block_cost(c: ModelConfig, block: int) -> float:
     """Multiply-adds of a block per token, with causal attention (half of the scores, or those of its window)."""
     projection_width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
     seen_keys = keys_seen(c.sequence_length, c.window_of(block))
-    experts = c.experts_of(block)
-    mlp_columns = 3 * c.mlp_widths(block)[1] + (experts.count if experts else 0)
+    mlp_columns = 3 * c.ffn_width
+    if (experts := c.experts_of(block)) is not None:
+        mlp_columns = 3 * c.expert_width * (experts.top_k + experts.shared) + experts.count
     return c.hidden * (projection_width + mlp_columns) + 2 * seen_keys * c.heads * c.head_width
 
 

@@ -72,8 +72,9 @@ def test_load_understands_other_names_wherever_they_stand(name: str) -> None:
             "train.lr_warmup_samples: unknown key; did you mean schedule.warmup_tokens? (in tokens: multiply by "
             "model.sequence_length) e.g. schedule.warmup_tokens=1000000"
         ]),
-        (["model.num_experts=8"],
-         ["model.num_experts: no such key: experts are not supported; megastable trains dense models"]),
+        (["model.kv_lora_rank=8"],
+         ["model.kv_lora_rank: no such key: attention is causal, softmax, multi-head or grouped-query, "
+          "to all tokens or those in model.window"]),
         (["bf16.enabled=true"], ["bf16: unknown key; did you mean precision.kind=bf16?"]),
         (["fp16=false"], ["fp16: unknown key; when true it stands for precision.kind=fp16: leave it out"]),
         # Sections of other trainers: what is in them is looked up, one by one.

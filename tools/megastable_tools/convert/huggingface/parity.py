@@ -246,7 +246,9 @@ def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) ->
     c, tokens = folder.config, torch.cat([sample_tokens for _, sample_tokens in samples])
     rows, length = tokens.shape
     # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
-    widest_mlp = max(c.mlp_widths(block)[1] for block in range(c.layers))
+    widest_mlp = c.ffn_width
+    if (experts := c.experts) is not None:
+        widest_mlp = max(widest_mlp, c.expert_width * (experts.top_k + experts.shared))
     scores, answers = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
     activation_bytes = 4 * (tokens.numel() * (6 * c.hidden + 4 * widest_mlp) + 3 * scores + 6 * answers)
     outside_bytes = 4 * c.hidden * (c.vocab_size or 0) * 2
