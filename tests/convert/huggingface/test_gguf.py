@@ -42,6 +42,8 @@ NOT_WRITTEN = {
     "qwen3-yarn": "scaled as yarn", "qwen2-windows": "no windows of a Qwen2ForCausalLM, and this model's are of 7",
     "mistral": "MistralForCausalLM is not written", "olmo3": "Olmo3ForCausalLM is not written",
     "gemma2": "Gemma2ForCausalLM is not written as GGUF, only Qwen3",
+    "qwen3-moe": "Qwen3MoeForCausalLM is not written", "mixtral": "MixtralForCausalLM is not written",
+    "olmoe": "OlmoeForCausalLM is not written", "dots1": "Dots1ForCausalLM is not written",
 }  # fmt: skip
 
 
