@@ -149,6 +149,41 @@ def test_a_run_goes_on_with_another_number_of_replicas(
 
 
 @pytest.mark.slow
+def test_experts_go_on_in_another_layout(corpus: Path, tmp_path: Path) -> None:
+    """From two stages to two tensor ranks: the loss of a run that was never moved, and the same number of updates."""
+    model = dict(tiny(corpus, tmp_path).model) | {"experts": EXPERTS}
+
+    def at(run: str, steps: int, **parallel: int) -> RunConfig:
+        train = {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
+        rate = {"warmup_steps": 2, "total_steps": 20}
+        precision = {"kind": "fp32"}
+        return tiny(
+            corpus,
+            tmp_path / run,
+            model=model,
+            train=train,
+            schedule=rate,
+            parallel=parallel,
+            precision=precision,
+        )
+
+    run_ranks(2, train, at("straight", END, pipeline=2))
+    run_ranks(2, train, at("moved", STOP, pipeline=2))
+    run_ranks(2, train, at("moved", END, tensor=2))
+    straight, moved = (records.read_newest_records(tmp_path / r / "steps") for r in ("straight", "moved"))
+    assert moved.column("loss").to_pylist() == pytest.approx(straight.column("loss").to_pylist(), rel=1e-4)
+    straight_bias, moved_bias, bias_at_stop = (
+        WholeState(tmp_path / r / f"checkpoints/step-{step}").expert_state["experts/bias"]
+        for r, step in (("straight", END), ("moved", END), ("moved", STOP))
+    )
+    # A token may choose otherwise by the last bit; what began again at the stop would lack what was there.
+    assert float(bias_at_stop.abs().max()) > 0
+    assert float(torch.isclose(moved_bias, straight_bias, rtol=0.0, atol=1e-6).double().mean()) > 0.8
+    begun_again = straight_bias - bias_at_stop
+    assert not torch.allclose(moved_bias, begun_again, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: Path, tmp_path: Path) -> None:
     from megastable_tools.convert.catalogue import accept_checkpoint, roll_back
 
