@@ -37,12 +37,8 @@ from megastable.parallel.mappings import (
 from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
-TOTALS = (
-    "squared_logsumexp",
-    "entropy",
-    "dropped",
-    "tokens",
-)  # of a micro-batch, behind those of every expert
+# What a router is measured by in a micro-batch, behind the numbers of every expert.
+TOTALS = ("squared_logsumexp", "entropy", "dropped", "tokens")
 
 
 def count_columns(experts: int) -> int:
@@ -209,8 +205,9 @@ class ExpertMLP(nn.Module):
         """measured: fp32 [2 experts + 4], gets the choices of every expert, the sums of its scores, and `TOTALS`, of
         this rank's part of the tokens. Written, not added to: a recomputation writes the same once more."""
         routing = choose_experts(self.router(x), self.bias, self.config)
+        own_counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count).float()
         choice_weights = routing.weights
-        if torch.is_grad_enabled() and (router_loss := self._weigh_losses(routing)) is not None:
+        if torch.is_grad_enabled() and (router_loss := self._weigh_losses(routing, own_counts)) is not None:
             choice_weights = _AddLoss.apply(choice_weights, router_loss, self.loss_scale)
         chosen_experts = routing.chosen
         if self.tp.size > 1:
@@ -224,7 +221,8 @@ class ExpertMLP(nn.Module):
             chosen_experts.view(-1, token_choices), self.config.count, self.config.capacity
         )
         if measured is not None:
-            self._measure(routing, len(all_tokens) * token_choices - len(dispatch.places), measured)
+            dropped_choices = len(all_tokens) * token_choices - len(dispatch.places)
+            self._measure(routing, own_counts, dropped_choices, measured)
         sorted_rows = _TakeRows.apply(all_tokens, dispatch.places, token_choices)
         expert_results = self._compute_experts(sorted_rows, dispatch.counts)
         by_place = expert_results.new_zeros(len(all_tokens) * token_choices, expert_results.shape[-1])
@@ -249,26 +247,27 @@ class ExpertMLP(nn.Module):
         inner_rows = own_experts[0].run_activation(gate_up)
         return multiply_groups(inner_rows, row_ends, [expert.down.weight for expert in own_experts])
 
-    def _weigh_losses(self, routing: Routing) -> Tensor | None:
-        """The weighted losses of this rank's part of the tokens, fp32 []; None without."""
+    def _weigh_losses(self, routing: Routing, own_counts: Tensor) -> Tensor | None:
+        """The weighted losses of this rank's part of the tokens, fp32 []; None without. own_counts: fp32 [experts], how
+        often these tokens have chosen each."""
         sharing_ranks = self.tp.size if self.tp.sequence else 1
         token_count = routing.chosen[..., 0].numel() * sharing_ranks
         loss_terms = []
         if self.balance_weight:
-            expert_shares = self._find_shares(routing.chosen)
+            expert_shares = self._find_shares(own_counts)
             loss_terms.append(self.balance_weight * balance_term(routing.scores, expert_shares, token_count))
         if self.z_weight:
             loss_terms.append(self.z_weight * z_term(routing.logits, token_count))
         return sum(loss_terms[1:], loss_terms[0]) if loss_terms else None
 
     @torch.no_grad()
-    def _find_shares(self, chosen: Tensor) -> Tensor:
+    def _find_shares(self, own_counts: Tensor) -> Tensor:
         """Of all choices that each expert has, fp32 [experts], as `balance_over` says."""
         if self.config.balance_over == "step" and self.shares is not None:
             return self.shares
-        choice_counts = torch.bincount(chosen.flatten(), minlength=self.config.count).float()
         if self.config.balance_over == "step":
-            return torch.full_like(choice_counts, 1 / len(choice_counts))
+            return torch.full_like(own_counts, 1 / len(own_counts))
+        choice_counts = own_counts.clone()  # the sums below replace it
         if self.tp.sequence and self.tp.size > 1:
             dist.all_reduce(choice_counts, group=self.tp.group)
         if self.cp.size > 1:
@@ -276,8 +275,7 @@ class ExpertMLP(nn.Module):
         return choice_counts / choice_counts.sum()
 
     @torch.no_grad()
-    def _measure(self, routing: Routing, dropped: int, measured: Tensor) -> None:
-        choice_counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count)
+    def _measure(self, routing: Routing, own_counts: Tensor, dropped: int, measured: Tensor) -> None:
         flat_scores = routing.scores.flatten(0, -2)
         sharing_ranks = self.tp.size if self.tp.sequence else 1  # that all count what is dropped
         token_totals = torch.stack(
@@ -288,7 +286,7 @@ class ExpertMLP(nn.Module):
                 flat_scores.new_tensor(float(len(flat_scores))),
             )
         )
-        measured.copy_(torch.cat((choice_counts.float(), flat_scores.sum(0), token_totals)))
+        measured.copy_(torch.cat((own_counts, flat_scores.sum(0), token_totals)))
 
 
 def _make_expert(
