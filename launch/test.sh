@@ -3,8 +3,9 @@
 # tests leave a process or shared memory behind. A test that fails is run again, alone: one that passes then is named as
 # FLAKY, and is not a failure. What the tests cost: .pytest_cache/durations.tsv (python -m tests.durations).
 #
-#   bash launch/test.sh                           quick: what CI runs, under ten minutes on two cores. No test of it may
-#                                                 cost over 5 s without a reason in tests/durations.py
+#   bash launch/test.sh                           quick: what CI runs, under ten minutes on two cores. A test of it
+#                                                 that costs over 5 s is named, one over 10 s is an error, unless
+#                                                 tests/durations.py gives a reason
 #   bash launch/test.sh all [PYTEST ARGUMENT ...] full: also those marked slow: every layout of every choice, drills,
 #                                                 browsers, clusters, installs, benchmarks
 #   bash launch/test.sh gpu [PYTEST ARGUMENT ...] those that need a GPU; without one they are skipped
