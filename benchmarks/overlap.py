@@ -131,16 +131,18 @@ class Recorder:
     """Records when the activities of a step and its messages begin and end; a listener of base/activity.py."""
 
     def __init__(
-        self, case: OverlapCase, ranks: int, begin_sum: Callable[..., Any], begin_gather: Callable[..., Any]
-    ) -> None:
+        self, case: OverlapCase, ranks: int, begin_sum: Callable[..., Any], exchange: Callable[..., None],
+        begin_gather: Callable[..., Any],
+    ) -> None:  # fmt: skip
         self._case, self._share = case, (ranks - 1) / ranks
-        self._begin_sum, self._begin_gather = begin_sum, begin_gather
+        self._begin_sum, self._exchange, self._begin_gather = begin_sum, exchange, begin_gather
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         self.sums: list[TimedMessage] = []
         self.gathers: list[TimedMessage] = []
         self._unsent: list[tuple[TimedMessage, float]] = []  # with the seconds that the link takes
+        self._exchanging = 0.0  # such seconds, before them
         self.entered: list[tuple[str, float]] = []
         self._free = 0.0  # when the link has carried all so far
 
@@ -148,7 +150,9 @@ class Recorder:
         self.entered.append((name, time.monotonic()))
         if (
             name == activity.REST
-        ):  # gloo waits for exchanges while gathers begin, which the link is not to win by
+        ):  # gloo waits for the exchange before gathers begin, which the link is not to win by
+            self._carry(self._exchanging)
+            self._exchanging = 0.0
             for one_gather, seconds in self._unsent:
                 one_gather.begin, one_gather.end = time.monotonic(), self._carry(seconds)
             self._unsent.clear()
@@ -170,11 +174,17 @@ class Recorder:
         self.sums.append(TimedMessage(work, self._carry(seconds)))
         return self.sums[-1]
 
+    def exchange(self, shared: Sequence[Shares], group: Any) -> None:
+        """The link will carry it before the gathers."""
+        self._exchange(shared, group)
+        given_pieces = [shares.piece for shares in shared if shares.given is not None]
+        given_bytes = sum(piece.numel() * piece.element_size() for piece in given_pieces)
+        self._exchanging += self._count_seconds(given_bytes, 1 if given_pieces else 0)
+
     def begin_gather(self, shares: Shares, group: Any) -> TimedMessage:
-        """With the exchange before it. It arrives after so many seconds; `enter_activity` says when."""
-        given_elements = len(shares.whole) + (0 if shares.given is None else len(shares.piece))
-        work, given_bytes = self._begin_gather(shares, group), given_elements * shares.whole.element_size()
-        seconds = self._count_seconds(given_bytes, 1 if shares.given is None else 2)
+        """It arrives after so many seconds; `enter_activity` says when."""
+        work = self._begin_gather(shares, group)
+        seconds = self._count_seconds(shares.whole.numel() * shares.whole.element_size(), 1)
         self.gathers.append(TimedMessage(work, math.inf))
         self._unsent.append((self.gathers[-1], seconds))
         return self.gathers[-1]
@@ -226,9 +236,13 @@ def record_steps(case: OverlapCase) -> tuple[RankSteps, RankSteps]:
     layout_case = case.layout_case
     topology = layout_case.join_group()
     engine = Engine(layout_case.config, layout_case.deepspeed, topology)
-    begins = sums_module.begin_sum, gathers_module.begin_gather_shares
+    begins = sums_module.begin_sum, gathers_module.exchange_shares, gathers_module.begin_gather_slices
     recorder = Recorder(case, topology.layout.data, *begins)
-    sums_module.begin_sum, gathers_module.begin_gather_shares = recorder.begin_sum, recorder.begin_gather
+    sums_module.begin_sum = recorder.begin_sum
+    gathers_module.exchange_shares, gathers_module.begin_gather_slices = (
+        recorder.exchange,
+        recorder.begin_gather,
+    )
     activity.listener = recorder
     drawn_batches = layout_case.draw_batches(topology.sample_rank)
     # Seconds of sums and of gathers in every step, without overlap and with it.

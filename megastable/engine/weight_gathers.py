@@ -3,8 +3,10 @@
 ZeRO 1 and 2 let a rank update a part of every flat buffer (arXiv:1910.02054 section 5.1); to compute, it needs all of
 it. DeepSpeed 0.19.8 gathers each buffer as a whole after the update, and waits for it. Here a buffer is cut into
 buckets of neighbours. All gathers begin after the update, in the order in which the forward pass reads the weights, and
-every layer waits for its own when it is called. One or a few ranks have updated a bucket: they give each rank an equal
-slice of it first, which is then gathered. The bytes of the weights are the same.
+every layer waits for its own when it is called. One or a few ranks have updated a bucket: first, in one message for all
+buckets, they give each rank an equal slice of it, which is then gathered (NCCL would gather uneven pieces by a
+broadcast of each, of which some wait for the one before to go round the whole ring). The bytes of the weights are the
+same.
 
 Whoever reads weights in another place than a forward pass calls `wait_for_all` before. A GPU waits on its stream alone.
 """
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from megastable.parallel.layout import cut_evenly, find_owned
-from megastable.parallel.mappings import Shares, begin_gather_shares, share_out
+from megastable.parallel.mappings import Shares, begin_gather_slices, exchange_shares, share_out
 
 BEFORE_ALL = -1  # weights that no layer alone reads are there before the first of them
 
@@ -84,7 +86,9 @@ class WeightGathers:
     def begin_gathers(self, *_: Any, **__: Any) -> None:
         """This rank has updated its parts: begin to gather the others. In place of DeepSpeed's `all_gather_dp_groups`.
         Collective over the groups."""
-        self._begun = deque((b.reader, begin_gather_shares(b.shares, b.group)) for b in self.buckets)
+        for group in dict.fromkeys(bucket.group for bucket in self.buckets):
+            exchange_shares([bucket.shares for bucket in self.buckets if bucket.group is group], group)
+        self._begun = deque((b.reader, begin_gather_slices(b.shares, b.group)) for b in self.buckets)
 
     def _wait_for_layer(self, number: int, *_: Any) -> None:
         while self._begun and self._begun[0][0] <= number:

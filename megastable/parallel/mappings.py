@@ -130,19 +130,32 @@ def share_out(buffer: Tensor, whole: range, owned: Sequence[range], rank: int) -
     return Shares(whole_view, own_piece, even_slice, given, taken)
 
 
-def begin_gather_shares(shares: Shares, group: Any) -> dist.Work:
-    """All-gather a flat tensor of which every rank of `group` has a piece of any size, in place.
+def exchange_shares(shared: Sequence[Shares], group: Any) -> None:
+    """Give every rank of `group` its equal slices of flat tensors of one dtype, out of the pieces that ranks have.
 
-    The pieces are made even first, by a message of a rank's own piece: NCCL would gather uneven ones by a broadcast of
-    each, of which some wait for the one before to go round the whole ring.
+    One message for all tensors: those that one rank has pieces of leave it while others send theirs. A GPU is told to
+    wait for it. It takes memory for what this rank gives and for what it gets.
     """
-    if shares.given is not None:
-        # What a rank gives itself stays where it is.
-        exchanged = dist.all_to_all_single(
-            shares.even, shares.piece, shares.taken, shares.given, group=group, async_op=True
-        )
-        if not shares.whole.is_cuda:  # NCCL sends in this order anyway
-            exchanged.wait()
+    uneven = [shares for shares in shared if shares.given is not None and shares.taken is not None]
+    if not uneven:
+        return
+    ranks = range(dist.get_world_size(group))
+    # By the other rank, and then by tensor.
+    given_pieces = [shares.piece.split(shares.given or []) for shares in uneven]
+    taken_slices = [shares.even.split(shares.taken or []) for shares in uneven]
+    given_counts, taken_counts = (
+        [sum(len(parts[rank]) for parts in all_parts) for rank in ranks]
+        for all_parts in (given_pieces, taken_slices)
+    )
+    sent = torch.cat([parts[rank] for rank in ranks for parts in given_pieces])
+    received = sent.new_empty(sum(taken_counts))
+    dist.all_to_all_single(received, sent, taken_counts, given_counts, group=group)
+    arrived_parts = [parts[rank] for rank in ranks for parts in taken_slices]
+    torch._foreach_copy_(arrived_parts, received.split([len(part) for part in arrived_parts]))
+
+
+def begin_gather_slices(shares: Shares, group: Any) -> dist.Work:
+    """All-gather a flat tensor of which every rank of `group` has its equal slice, in place."""
     return _gather(shares.whole, shares.even, group=group, async_op=True)
 
 

@@ -50,14 +50,16 @@ class LateWork:
     """A gather that arrives when it is waited for; until then what other ranks have updated is not a number."""
 
     def __init__(self, shares: Shares, group: Any) -> None:
-        self._given, self._begin = (shares, group), weight_gathers.begin_gather_shares.real
-        self._sent = shares.piece.clone()
+        self._given, self._begin = (shares, group), weight_gathers.begin_gather_slices.real
+        self._own, self._sent = shares.piece.clone(), shares.even.clone()
         shares.whole.fill_(torch.nan)
-        shares.piece.copy_(self._sent)
+        shares.piece.copy_(self._own)
 
     def wait(self) -> None:
         if self._given:
-            assert torch.equal(self._given[0].piece, self._sent), "written before it was sent"
+            shares = self._given[0]
+            assert torch.equal(shares.piece, self._own), "written before all have it"
+            shares.even.copy_(self._sent)
             self._begin(*self._given).wait()
             self._given = ()
 
@@ -85,7 +87,7 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
     for section, keys in sections.items():
         tree[section] |= keys
     c = RunConfig.model_validate(tree)
-    begin_gather, wait_for_layer = weight_gathers.begin_gather_shares, WeightGathers._wait_for_layer
+    begin_gather, wait_for_layer = weight_gathers.begin_gather_slices, WeightGathers._wait_for_layer
     begin_gathers, waited = WeightGathers.begin_gathers, Counter[int]()
 
     def begin_late(*given: Any) -> Any:
@@ -98,7 +100,7 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
 
     begin_late.real = begin_gather  # type: ignore[attr-defined]
     WeightGathers._wait_for_layer = note_wait  # type: ignore[method-assign]
-    weight_gathers.begin_gather_shares = begin_late
+    weight_gathers.begin_gather_slices = begin_late
     states, seen, readers = [], [], set[int]()
     for is_ours in (True, False):
         engine = build_engine(c, reduce_bucket_size=LIMIT)
@@ -138,7 +140,7 @@ def train_twice(name: str, late: bool = True) -> dict[str, Any]:
         seen.append(told)
         states.append(copy_state(engine))
     WeightGathers.begin_gathers, WeightGathers._wait_for_layer = begin_gathers, wait_for_layer  # type: ignore[method-assign]
-    weight_gathers.begin_gather_shares = begin_gather
+    weight_gathers.begin_gather_slices = begin_gather
     assert repr(seen[0]) == repr(seen[1]) and are_same(*states)
     return {"waited": {number for number, count in waited.items() if count}, "readers": readers}
 
@@ -160,7 +162,7 @@ def test_gathers_that_go_on_beside_the_forward_pass_give_the_same_bytes() -> Non
 
 def read_before_the_pass() -> list[bool]:
     """Of two steps, whether all weights were there when FP8 began to compute, if it reads them then."""
-    begin_gather, seen = weight_gathers.begin_gather_shares, list[bool]()
+    begin_gather, seen = weight_gathers.begin_gather_slices, list[bool]()
 
     def begin_late(*given: Any) -> Any:
         return LateWork(*given)
@@ -177,11 +179,11 @@ def read_before_the_pass() -> list[bool]:
             seen.append(all(bool(p.isfinite().all()) for p in engine.ds.module.parameters()))
             return super().computing()
 
-    engine.fp8.__class__, weight_gathers.begin_gather_shares = Reading, begin_late
+    engine.fp8.__class__, weight_gathers.begin_gather_slices = Reading, begin_late
     tokens = torch.zeros(engine.config.train.global_batch, LENGTH, dtype=torch.long)
     for _ in range(2):
         engine.train_step(take_batch(engine, (tokens, tokens, None)), 1e-2, lambda _: True)
-    weight_gathers.begin_gather_shares = begin_gather
+    weight_gathers.begin_gather_slices = begin_gather
     return seen
 
 

@@ -226,9 +226,9 @@ def test_weights_are_hidden_by_the_first_forward_pass_but_for_the_first_buckets(
     groups = volume.cut_weights(c, data, held, settings)
     first, size = (sum(ends) for ends in zip(*((g[0].stop, g[-1].stop) for g in groups), strict=True))
     assert len(groups[0]) > 9
-    # Gathered, and before that, of groups with several buckets, given away by one owner after the other.
+    # Gathered, and before that, of groups with several buckets, given away by all owners at once.
     exchanged = sum(g[-1].stop for g in groups if len(g) > 1)
-    moving = 2 * (size + exchanged) * (data - 1) / data / 1e9
+    moving = 2 * (size + exchanged / data) * (data - 1) / data / 1e9
     for cluster, exposed in ((slow, first / size), (fast, 1)):
         lines = timed(c, data, cluster, zero=settings).lines
         seconds = sum(line.seconds for line in lines if line.what == "weights")
@@ -236,7 +236,7 @@ def test_weights_are_hidden_by_the_first_forward_pass_but_for_the_first_buckets(
 
 
 def test_others_gather_weights_without_an_exchange() -> None:
-    """Their parts are even; ours come from the ranks that have updated a bucket."""
+    """Their parts are even; ours come from the ranks that have updated a bucket: all of a rank's part once more."""
     c, settings = config(), {"reduce_bucket_size": 1 << 20}
     ours, theirs = (
         {traffic.group: traffic.bytes for traffic in timed(c, 8, zero=settings, others=others).traffic}[

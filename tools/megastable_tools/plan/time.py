@@ -401,18 +401,16 @@ class _Prediction:
 
     def _moving(self, terms: Sequence[volume.Term]) -> float:
         """Seconds of all calls."""
-        bucket_counts = Counter[str]()
-        for term in terms:
-            bucket_counts[term.what] += term.calls * (term.collective == "all-to-all")
+        bucket_count = sum(term.calls for term in terms if term.what == volume.MOVED)
         total_seconds = 0.0
         for term in terms:
             n, group_link = self.members[term.group], self.links[term.group]
             if n > 1 and term.collective != "receive":  # the other end's send
                 sent_bytes = volume.count_sent_bytes(term, n)
-                if _is_with_owners(term):
+                if term.what == volume.MOVED:
                     # One rank or a few own a bucket: each host is busy in its turn, over all cards (NCCL's PXN), while
                     # the others wait.
-                    total_seconds += sent_bytes * min(n, bucket_counts[term.what]) / group_link.rate
+                    total_seconds += sent_bytes * min(n, bucket_count) / group_link.rate
                 else:
                     total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
                 total_seconds += term.calls * estimate_latency(term.collective, n, group_link)
@@ -424,7 +422,7 @@ class _Prediction:
                 self.config, self.layout.data, stage, self.cut, self.loss, ballot=BALLOT, zero=self.zero
             )
             # The parts of others' ranks are even already.
-            self._said[stage] = [t for t in step_terms if self.others == DEEPSPEED or not _is_with_owners(t)]
+            self._said[stage] = [t for t in step_terms if self.others == DEEPSPEED or not _makes_even(t)]
         return self._said[stage]
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:
@@ -552,7 +550,7 @@ class _Prediction:
             yield Traffic(group, link, ranks, self._sent(terms), self._moving(terms))
 
 
-def _is_with_owners(term: volume.Term) -> bool:
+def _makes_even(term: volume.Term) -> bool:
     """Whether even slices of a bucket come from the ranks that update it, or go to them."""
     return term.collective == "all-to-all" and term.what in ("weights", volume.MOVED)
 

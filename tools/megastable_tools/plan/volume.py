@@ -528,20 +528,19 @@ def _order_sizes(config: RunConfig, held: Stage) -> list[list[int]]:
 def _shared(
     config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any], data_rank: int
 ) -> list[Term]:  # fmt: skip
-    """Updated weights: even slices of every bucket are gathered. Each comes from the ranks that have updated it, unless
-    these have updated equal parts."""
-    e, slice_counts, owned_counts = count_element_bytes(config), Counter[int](), Counter[int]()
+    """Updated weights: even slices of every bucket are gathered. Before that they come from the ranks that have updated
+    them, in one message for all buckets but those of which each rank has updated an equal part."""
+    e, slice_counts, given_elements = count_element_bytes(config), Counter[int](), 0
     ranks, group_kind = count_shards(config, data), "data" if config.parallel.replicas == 1 else "shard"
     for group_buckets in cut_weights(config, data, held, settings):
         flat_length = group_buckets[-1].stop
         for bucket in group_buckets:
             slice_counts[len(bucket) // ranks] += 1
             if len(group_buckets) > 1:
-                owned_counts[len(find_owned(bucket, flat_length, ranks, data_rank % ranks))] += 1
-    return [
-        Term("weights", group_kind, collective, n * e, calls)
-        for collective, counted in (("all-gather", slice_counts), ("all-to-all", owned_counts))
-        for n, calls in counted.items()
+                given_elements += len(find_owned(bucket, flat_length, ranks, data_rank % ranks))
+    exchanged = [Term("weights", group_kind, "all-to-all", given_elements * e, 1)] if given_elements else []
+    return exchanged + [
+        Term("weights", group_kind, "all-gather", n * e, calls) for n, calls in slice_counts.items()
     ]
 
 
