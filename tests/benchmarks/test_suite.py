@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from benchmarks import ranks, suite
+from benchmarks.layouts import LayoutCase, run_layouts
 from benchmarks.peers import OURS, chosen_peers
-from benchmarks.ranks import ABANDONED, DIED, RankEnd, run_on_ranks
+from benchmarks.ranks import ABANDONED, DIED, RankDiedError, RankEnd, run_on_ranks
 from benchmarks.suite import STAGES, Stage
 from benchmarks.train_speed import ROOM, resolve_config
 from megastable.config import deepspeed_json, recipe
@@ -121,3 +122,24 @@ def test_run_on_ranks_waits_for_others_not_long(what: str, errors: str, tmp_path
     assert [end.error for end in ends] == [ABANDONED, errors]
     assert not psutil.pid_exists(int((tmp_path / "log").read_text().splitlines()[-1]))
     assert what != "tells" or (ends[1].text == "as told" and ends[1].result > 0)
+
+
+def die_once(case: LayoutCase) -> str:
+    """Rank 1 ends by itself the first time that it has this case."""
+    mark = Path(case.base["mark"]["path"])
+    if os.environ["RANK"] == "1" and not mark.exists():
+        mark.touch()
+        os._exit(9)
+    return "measured"
+
+
+def test_a_layout_whose_rank_dies_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    said = list[str]()
+    for again in (True, False):
+        case = LayoutCase(2, base={"mark": {"path": str(tmp_path / f"mark-{again}")}})
+        layouts = run_layouts({"one": case}, (), die_once, said.append, again)
+        if again:
+            assert next(layouts)[2] == ["measured"] * 2 and "rank 1: died" in said[-1]
+        else:
+            with pytest.raises(RankDiedError, match="rank 1: died"):
+                next(layouts)
