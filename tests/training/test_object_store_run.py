@@ -66,6 +66,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
     until(answers)
     import fsspec
 
+    # One of an earlier server's address would be found again: the address is in the environment, not in its arguments.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     fsspec.filesystem("s3").mkdir("bucket")
     yield process
     process.kill()  # also if it is stopped
