@@ -29,10 +29,28 @@ KINDS = {
 MEASURED = dict.fromkeys(column for *_, columns in KINDS.values() for column in columns)
 COLUMNS = pa.schema([LAYER_SCHEMA.field(column) for column in ("name", *MEASURED)])
 BLOCK = re.compile(r"blocks\.(\d{1,6})(?:\.|$)")
+EXPERT = re.compile(r"blocks\.(\d{1,6})\.mlp\.experts\.(\d{1,4})")
 KEPT = 2048  # looks in memory
 MOST = 240  # looks in a map
+MOST_LOADS = 1 << 20  # loads of experts in all looks of a map
+NO_LOAD = 0xFFFF  # of an expert that is not recorded
 
-Look = dict[str, npt.NDArray[np.float32]]  # by layer: [kinds]
+Loads = npt.NDArray[np.uint16]  # in hundredths of the mean; 0 only without a token
+
+
+class Look(NamedTuple):
+    """largest: by layer, [kinds]. loads: of blocks with routed experts, [experts]."""
+
+    largest: dict[str, npt.NDArray[np.float32]]
+    loads: dict[int, Loads]
+
+
+class ExpertLoads(NamedTuple):
+    """files: of the looks; blocks: with routed experts, in order; loads: [looks, blocks, experts]."""
+
+    files: list[LayerFile]
+    blocks: list[int]
+    loads: Loads
 
 
 class LayerFile(NamedTuple):
@@ -83,7 +101,7 @@ class LayerMap:
     def read_maps(self, files: list[LayerFile]) -> dict[str, Any]:
         """kinds: by kind that anything was measured of, the values [layers, looks]; layers: their names, from the first
         to the last."""
-        layer_looks = [self._look(layer_file.file) for layer_file in files]
+        layer_looks = [self._look(layer_file.file).largest for layer_file in files]
         names = sorted({name for look in layer_looks for name in look}, key=sort_key)
         cube = np.full((len(KINDS), len(names), len(files)), np.nan, dtype=np.float32)
         for n, look in enumerate(layer_looks):
@@ -95,6 +113,27 @@ class LayerMap:
         }
         return {"layers": names, "kinds": measured}
 
+    def read_loads(self, files: list[LayerFile]) -> ExpertLoads | None:
+        """The load of every expert at looks that are evenly chosen of these, the last one among them; None if no expert
+        was recorded."""
+        load_looks = [
+            (layer_file, loads) for layer_file in files if (loads := self._look(layer_file.file).loads)
+        ]
+        if not load_looks:
+            return None
+        blocks = sorted({block for _, loads in load_looks for block in loads})
+        expert_count = max(len(row) for _, loads in load_looks for row in loads.values())
+        look_count = min(len(load_looks), max(1, MOST_LOADS // (len(blocks) * expert_count)))
+        chosen_looks = [
+            load_looks[n] for n in np.linspace(len(load_looks) - 1, 0, look_count).astype(int)[::-1]
+        ]
+        cube = np.full((look_count, len(blocks), expert_count), NO_LOAD, dtype=np.uint16)
+        for n, (_, loads) in enumerate(chosen_looks):
+            for m, block in enumerate(blocks):
+                if block in loads:
+                    cube[n, m, : len(loads[block])] = loads[block]
+        return ExpertLoads([layer_file for layer_file, _ in chosen_looks], blocks, cube)
+
     def _look(self, file: RecordFile) -> Look:
         file_name = file.name
         if file_name in self._looks:
@@ -103,18 +142,18 @@ class LayerMap:
         try:
             _, record_table, file_problem, _ = read_file(self.folder, file, COLUMNS)
         except FileNotFoundError:
-            return {}
+            return Look({}, {})
         if record_table is None:
             self.damaged[file_name] = file_problem
-            return {}
-        layer_look = by_layer(record_table)
+            return Look({}, {})
+        layer_look = Look(by_layer(record_table), read_expert_loads(record_table))
         self._looks[file_name] = layer_look
         while len(self._looks) > KEPT:
             self._looks.popitem(last=False)
         return layer_look
 
 
-def by_layer(table: pa.Table) -> Look:
+def by_layer(table: pa.Table) -> dict[str, npt.NDArray[np.float32]]:
     """The largest value of every kind, in each block and in each parameter outside of blocks."""
     layer_names = [layer_of(layer_name) for layer_name in table.column("name").to_pylist()]
     layer_order = {layer_name: n for n, layer_name in enumerate(dict.fromkeys(layer_names))}
@@ -124,6 +163,22 @@ def by_layer(table: pa.Table) -> Look:
         for column_name in kind_columns:
             np.fmax.at(largest_values[:, k], layer_indexes, table.column(column_name).to_numpy())
     return {layer_name: largest_values[n] for layer_name, n in layer_order.items()}
+
+
+def read_expert_loads(table: pa.Table) -> dict[int, Loads]:
+    """The loads in the records of one look, by block."""
+    recorded_loads = table.column("expert_load").to_numpy()
+    rows = np.flatnonzero(np.isfinite(recorded_loads))
+    found: dict[int, dict[int, float]] = {}
+    for name, load in zip(table.column("name").take(rows).to_pylist(), recorded_loads[rows], strict=True):
+        if expert_match := EXPERT.fullmatch(name):
+            found.setdefault(int(expert_match[1]), {})[int(expert_match[2])] = float(load)
+    block_loads = dict[int, Loads]()
+    for block, load_by_expert in found.items():
+        block_loads[block] = np.full(max(load_by_expert) + 1, NO_LOAD, dtype=np.uint16)
+        for expert, load in load_by_expert.items():
+            block_loads[block][expert] = min(NO_LOAD - 1, max(int(load > 0), round(100 * load)))
+    return block_loads
 
 
 def layer_of(name: str) -> str:

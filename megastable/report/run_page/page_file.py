@@ -22,6 +22,7 @@ SCRIPTS = (
     "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "machines.js",
     "strips.js", "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
 )  # fmt: skip
+EXPERTS = "experts.js"  # of pages of runs with experts
 BODY = '<main id="page">%s</main>\n<noscript>This page needs JavaScript.</noscript>\n'
 
 
@@ -32,9 +33,11 @@ def join_styles() -> str:
 
 
 @cache
-def join_scripts() -> str:
-    """uPlot, with the licence text it requires, and our scripts in one scope."""
-    ours = "\n".join(_text(STATIC / script_name) for script_name in SCRIPTS)
+def join_scripts(experts: bool = True) -> str:
+    """uPlot, with the licence text it requires, and our scripts in one scope. experts: of runs that have some."""
+    ours = "\n".join(
+        _text(STATIC / script_name) for script_name in (*SCRIPTS, *([EXPERTS] if experts else []))
+    )
     licence = _text(VENDOR / "LICENSE")
     return f'/* uPlot\n{licence}\n*/\n{_text(VENDOR / "uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}}})();\n'
 
@@ -52,7 +55,12 @@ def render_served(told: Sequence[str]) -> str:
 
 def self_contained(data: dict[str, Any]) -> str:
     """The page as one file that needs no network. data: what a server would answer (source.js)."""
-    page_style, code, page_data = f"\n{join_styles()}", f"\n{join_scripts()}", embed_json(_finite(data))
+    has_experts = any("experts" in run["heat"] for run in data["runs"])
+    page_style, code, page_data = (
+        f"\n{join_styles()}",
+        f"\n{join_scripts(has_experts)}",
+        embed_json(_finite(data)),
+    )
     policy = (
         f"default-src 'none'; script-src '{hash_source(code)}'; style-src 'unsafe-inline'; img-src data:; "
         "frame-src 'self'; base-uri 'none'; form-action 'none'"

@@ -245,5 +245,5 @@ def _inside(
 
 
 def encode_array(values: npt.NDArray[Any]) -> str:
-    """An array for the page: little-endian float64 or float32, in base64."""
+    """An array for the page: little-endian, in base64."""
     return base64.b64encode(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()).decode()

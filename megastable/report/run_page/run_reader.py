@@ -24,7 +24,7 @@ from megastable.report.postmortem.sample_texts import count_positions
 from megastable.report.run_page import machine_map, page_headline, plot_data
 from megastable.report.run_page.data_map import DataMap
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
-from megastable.report.run_page.layer_map import LayerMap
+from megastable.report.run_page.layer_map import ExpertLoads, LayerMap
 from megastable.report.run_page.machine_map import MachineMap
 from megastable.report.run_page.page_headline import recipe_facts
 from megastable.report.run_page.plot_data import AXES, encode_array
@@ -293,7 +293,19 @@ def build_heat(r: RunReader, axis: str, begin: float | None, end: float | None) 
         "x": _xs([step_places.place_event(layer_file.step, layer_file.time) for layer_file in files]),
         "layers": [make_visible(layer_name, 60) for layer_name in layer_values["layers"]],
         "kinds": heat_maps, "looks": len(files), "of": len(r.layers.files),
+        **_describe_loads(r.layers.read_loads(files), step_places),
     }  # fmt: skip
+
+
+def _describe_loads(found: ExpertLoads | None, places: PlacesOfSteps) -> dict[str, Any]:
+    """Of a run without experts nothing: its page has not a byte about them."""
+    if found is None:
+        return {}
+    expert_maps = {
+        "x": _xs([places.place_event(layer_file.step, layer_file.time) for layer_file in found.files]),
+        "blocks": found.blocks, "count": found.loads.shape[2], "loads": encode_array(found.loads),
+    }  # fmt: skip
+    return {"experts": expert_maps}
 
 
 def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,19 @@ def summary(number: int, onset: int, **change: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+Loads = Callable[[int], list[list[float]]]  # of a step: by block, by expert
+
+
 def made_run(
-    root: Path, last: int = 150, incidents: Sequence[int] = (60, 110), flush: int = 20, **parts: Any
+    root: Path,
+    last: int = 150,
+    incidents: Sequence[int] = (60, 110),
+    flush: int = 20,
+    loads: Loads | None = None,
+    **parts: Any,
 ) -> RunDirectory:
     """A run up to step `last` of 200. At each onset of `incidents` two updates were refused, and the two steps before
-    them undone and done again."""
+    them undone and done again. loads: of routed experts."""
     run = begin(root, **parts)
     recorder, layers, time = Recorder(run.steps, flush), Recorder(run.layers, 1, LAYER_SCHEMA), BEGIN + 22
     ledger = run.skips
@@ -66,7 +74,7 @@ def made_run(
             continue
         recorder.add_records(record(step, time, curve(step)))
         if step % 10 == 0:
-            layers.add_records(*looks(step, time))
+            layers.add_records(*looks(step, time), *expert_looks(step, time, loads))
         if step % 50 == 0:
             look_back(run, step, time)
         time, step = time + SECONDS, step + 1
@@ -104,6 +112,14 @@ def looks(step: int, time: float) -> list[LayerRecord]:
         found.append(LayerRecord(step, time, f"{block}.mlp.down.weight", gradient_rms=rms))
         found.append(LayerRecord(step, time, block, **values))
     return found
+
+
+def expert_looks(step: int, time: float, loads: Loads | None) -> list[LayerRecord]:
+    return [
+        LayerRecord(step, time, f"blocks.{block}.mlp.experts.{expert}", expert_load=load, expert_bias=0.0)
+        for block, block_loads in enumerate(loads(step) if loads else [])
+        for expert, load in enumerate(block_loads)
+    ]
 
 
 def machines(run: RunDirectory, samples: int = 10, ranks: int = 4, slow: int = 2) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
 from megastable.model.sizes import count_parameters
-from megastable.report.run_page import page_file, run_reader
+from megastable.report.run_page import layer_map, page_file, run_reader
 from megastable.report.run_page.data_map import BINS, binned
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import recipe_facts, shorten_number
@@ -177,6 +177,35 @@ def test_heat_has_layers(reader: RunReader) -> None:
     )
     assert reader.read_heat("step", 45, 75)["looks"] == 5
     assert reader.read_heat("tokens", 45 * BATCH * LENGTH, 75 * BATCH * LENGTH)["looks"] == 5
+
+
+def test_heat_has_the_load_of_every_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(step: int) -> list[list[float]]:
+        return [] if step < 30 else [[0.0, 2.5 + step / 1000, 0.004, 700.0]] + [[1.0] * 3] * (step > 50)
+
+    reader = RunReader(made_run(tmp_path / "run", loads=loads).root)
+    heat = reader.read_heat("step", None, None)
+    experts = heat["experts"]
+    assert (experts["blocks"], experts["count"], heat["looks"]) == ([0, 1], 4, 15)
+    steps = floats(experts["x"]["step"], "f8")
+    assert steps == list(range(30, 151, 10))  # without the looks that have no experts
+    found = np.array(floats(experts["loads"], "u2")).reshape(13, 2, 4)
+    # Hundredths of the mean: 0 only without a token, and neither of them is the sign of what was not recorded.
+    assert found[:, 0].tolist() == [[0, 250 + step // 10, 1, 65534] for step in range(30, 151, 10)]
+    assert found[2:4, 1].tolist() == [[65535] * 4, [100, 100, 100, 65535]]
+    monkeypatch.setattr(layer_map, "MOST_LOADS", 40)  # room for five moments: the last one is among them
+    few = reader.read_heat("step", None, 125)["experts"]
+    assert floats(few["x"]["step"], "f8") == [30, 50, 80, 100, 130]
+    assert floats(few["loads"], "u2")[-8:] == found[10].flatten().tolist()
+
+
+def test_page_of_dense_runs_has_nothing_about_experts(run: RunDirectory, tmp_path: Path) -> None:
+    mixed = made_run(tmp_path / "run", last=20, incidents=(), loads=lambda step: [[1.0, 1.0]])
+    for runs, has_experts in (([run.root], False), ([run.root, mixed.root], True)):
+        write_page(runs, tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text()
+        assert ("makeExperts" in text, '"experts":' in text) == (has_experts, has_experts)
+    assert "makeExperts" in page_file.join_scripts()  # a server does not know what will be asked
 
 
 def test_journal_is_searched(reader: RunReader) -> None:

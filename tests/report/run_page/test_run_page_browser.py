@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -251,3 +252,46 @@ def test_ranks_gpus_and_hosts(page: Pages, tmp_path: Path) -> None:
         # The slow rank in the brightest colour.
         assert colours[0] != colours[1] and colours[1] == [253, 231, 37]
         page.leave()
+
+
+def test_loads_of_experts(page: Pages, tmp_path: Path) -> None:
+    """The last moment first, its worst layer over time, an expert without tokens named and marked; in both themes."""
+
+    def loads(step: int) -> list[list[float]]:
+        return [[1.0, 1.0, 1.0, 1.0], [0.0, 0.8, 2.2, 1.0] if step > 100 else [0.9, 1.1, 1.0, 1.0]]
+
+    write_page([made_run(tmp_path / "run", loads=loads).root], tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    colours_of = """const canvas = document.querySelector('#loads-layers canvas'), wide = canvas.width - 66;
+        const all = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        return [...arguments].map(([r, c]) => {
+            const pixel = 4 * (canvas.width * (18 * r + 9) + Math.round(58 + wide * (c + 0.5) / 4));
+            return [...all.slice(pixel, pixel + 3)];
+        })"""
+    ink = "return getComputedStyle(document.documentElement).getPropertyValue('--ink').trim()"
+    for theme in ("light", "dark"):
+        dead, even, full = page.run(colours_of, (1, 0), (0, 0), (1, 2))
+        assert "#" + bytes(dead).hex() == page.run(ink)
+        assert (
+            sum(map(abs, np.subtract(full, even))) > 60 and full[0] > full[2]
+        )  # the warm hue, above the mean
+        last = page.text("#loads .note")
+        assert last.startswith("Step 150: the largest load is 2.2 times the mean, of expert 2 in block 1.")
+        assert "1 of 8 experts got no token: 0 of block 1." in last
+        assert page.run("return document.querySelector('#loads-layers canvas').ariaLabel") in last
+        assert page.text("#loads-time b") == "Experts of block 1"
+        if theme == "light":
+            page.run(
+                "[...document.querySelectorAll('.bar button')].find(one => one.innerText === '◐').click()"
+            )
+    page.run(
+        "const one = document.querySelector('#loads input'); one.value = 8; one.dispatchEvent(new Event('input'))"
+    )
+    assert page.text("#loads .note").startswith(
+        "Step 90: the largest load is 1.1 times the mean, of expert 1 in block 1. Every expert got tokens."
+    )
+    page.run("document.querySelector('#loads-layers canvas').scrollIntoView({block: 'center'})")
+    ActionChains(page.driver).move_to_element_with_offset(
+        page.find("#loads-layers canvas"), 0, -18
+    ).click().perform()
+    assert page.text("#loads-time b") == "Experts of block 0"
