@@ -7,6 +7,7 @@ steps are recorded again: `read_newest_records` keeps the newest record of each.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +29,9 @@ from megastable.run.record_files import (
 )
 
 log = logging.getLogger(__name__)
+EXPERT = re.compile(
+    r"blocks\.(\d{1,6})\.mlp\.experts\.(\d{1,4})"
+)  # of layer records: block and number of an expert
 
 
 def worst_samples(

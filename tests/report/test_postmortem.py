@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ from megastable.report.postmortem import (
 )
 from megastable.report.postmortem.__main__ import app
 from megastable.report.postmortem.evidence import split_passes
+from megastable.report.postmortem.expert_facts import collect_loads, has_routers
 from megastable.report.postmortem.facts import Evidence, Log, StepRow
 from megastable.run.directory import RunDirectory
+from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder
 from megastable_guard.incident import Incident
 from tests.conftest import LENGTH
 from tests.full_disk import files_no_larger_than
@@ -48,6 +51,7 @@ from tests.report.runs import (
     make_run,
     note,
     remedies_tried,
+    step_record,
     suspects_tried,
     tell,
 )
@@ -190,6 +194,52 @@ def test_write_incidents_makes_a_folder_of_files_that_a_person_opens(spike: Path
         "name": "blocks.0", "statistic": "activation_rms", "before (step 20)": "1.0", "during (step 31)": "8.0",
         "after (step 60)": "3.0", "ratio": "8.0",
     }  # fmt: skip
+
+
+def test_incident_shows_the_loads_of_experts_before_during_and_after_it(
+    make: Make, hostile_corpus: Path
+) -> None:
+    root = make(data_incident(hostile_corpus, [(236, 248)]))
+    run = RunDirectory(root)
+    (dense,) = incidents_of(root)
+    assert not has_routers(dense) and collect_loads(dense.layers) == []
+    assert {"routers.png", "loads.png"}.isdisjoint(p.name for p in write_incidents(root)[0].iterdir())
+    steps, layers = Recorder(run.steps, 1), Recorder(run.layers, 1, LAYER_SCHEMA)
+    steps.add_records(
+        replace(
+            step_record(51, 1052.0, 4.0),
+            expert_violation=1.5,
+            expert_idle=0.0,
+            router_entropy=1.0,
+            router_z=2.0,
+        )
+    )
+    # Blocks 1 and 12 have experts; the record of block 12 in the middle of it is gone.
+    for step, time, loads in (
+        (20, 1019.0, {1: [1.0, 1.25, 0.75], 12: [1.5, 0.5, 1.0]}),
+        (31, 1030.0, {1: [0.0, 2.5, 0.5]}),
+        (60, 1060.0, {1: [1.0, 1.0, 1.0], 12: [0.0, 3.0, 0.0]}),
+    ):
+        layers.add_records(*[
+            LayerRecord(step, time, f"blocks.{block}.mlp.experts.{expert}", expert_load=load, expert_bias=0.0)
+            for block, block_loads in loads.items() for expert, load in enumerate(block_loads)
+        ])  # fmt: skip
+    (evidence,) = incidents_of(root)
+    looks = collect_loads(evidence.layers)
+    assert [(look.step, look.blocks) for look in looks] == [(20, [1, 12]), (31, [1, 12]), (60, [1, 12])]
+    assert looks[0].loads.tolist() == [[1.0, 1.25, 0.75], [1.5, 0.5, 1.0]]
+    assert looks[1].loads[0].tolist() == [0.0, 2.5, 0.5] and np.isnan(looks[1].loads[1]).all()
+    told = (
+        "Largest load of an expert, in times the mean of its layer: 1.5 at step 20, before the onset (expert 0 of "
+        "block 12); 2.5 at step 31, in the middle of it (expert 1 of block 1, 1 of 3 experts without a token); 3 at "
+        "step 60, when it was over (expert 1 of block 12, 2 of 6 experts without a token)."
+    )
+    (folder,) = write_incidents(root)
+    page, text = texts_of(folder)
+    assert told in text and "![" + told + "](loads.png)" in text and "](routers.png)" in text
+    assert f'alt="{told}"' in page and page.count("data:image/png") == 4
+    for name in ("routers.png", "loads.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_cost_is_counted_in_steps_tokens_hours_and_money(make: Make, hostile_corpus: Path) -> None:

@@ -19,6 +19,7 @@ from megastable.base.durable import write_file
 from megastable.base.errors import DataError
 from megastable.report.postmortem import facts, pages, pictures
 from megastable.report.postmortem.evidence import Gatherer, Run
+from megastable.report.postmortem.expert_facts import collect_loads, has_routers
 from megastable.report.postmortem.facts import Cost, Evidence
 from megastable.report.postmortem.pages import name_picture
 from megastable.report.postmortem.sample_texts import PublicView
@@ -137,6 +138,10 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
     try:
         if e.passes:
             drawn["plot.png"] = pictures.draw_steps(e)
+        if has_routers(e):
+            drawn["routers.png"] = pictures.draw_routers(e)
+        if loads := collect_loads(e.layers):
+            drawn["loads.png"] = pictures.draw_loads(loads)
         for number, region in enumerate(e.regions, 1):
             if region.probes:
                 drawn[name_picture("region", number)] = pictures.draw_region(region, e.run.global_batch or 1)

@@ -110,6 +110,7 @@ SAME = 0.02  # nats
 LONGEST = 20_000  # most steps read of one
 COLUMNS = (
     "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr", "seconds",
+    "expert_violation", "expert_idle", "router_entropy", "router_z",
 )  # fmt: skip
 NO_STATISTICS = ("step", "time", "name")
 

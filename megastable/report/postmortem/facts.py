@@ -196,7 +196,7 @@ def _end(root: Path, path: str) -> tuple[int, bytes]:
         return file_bytes, stream.read(COPIED)
 
 
-VERSION = 11  # of the derived files: a change rewrites all incidents
+VERSION = 12  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
@@ -322,6 +322,10 @@ class StepRow(BaseModel):
     finite: bool = True
     lr: float | None = None
     seconds: float | None = None
+    expert_violation: float | None = None  # and the others: of routed experts
+    expert_idle: float | None = None
+    router_entropy: float | None = None
+    router_z: float | None = None
 
 
 class LayerValue(Facts):

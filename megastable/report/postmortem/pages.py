@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 from megastable.base.text import count_noun, make_visible, show_duration, show_ranges
 from megastable.report import safe
 from megastable.report.postmortem import sentences
+from megastable.report.postmortem.expert_facts import collect_loads, describe_loads
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, count_positions
 from megastable.report.postmortem.trial_facts import EXPLANATION, BranchFacts
@@ -36,6 +37,8 @@ FILES = {
     "tokens.png": "token histogram of the bad samples beside the corpus's",
     "samples.txt": "the texts, escaped",
     "documents.csv": "the documents of the bad samples",
+    "routers.png": "loads of experts and scores of routers around it",
+    "loads.png": "load of every expert before, during and after it",
     "layers.csv": "statistics of every layer before, during and after it",
     "evidence.json": "everything, for machines",
 }
@@ -139,7 +142,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
         "texts": count_positions(e.incident.shown),
         "what": sentences.what_of(e.incident), "put_off": sentences.describe_deferral(e),
         "later": sentences.later_losses(e),
-        "layers_remark": _layers_remark(e.layers),
+        "layers_remark": _layers_remark(e.layers), "loads_remark": describe_loads(collect_loads(e.layers)),
         "regions": _with_pictures("region", e.regions), "trials": _with_pictures("branches", e.trials),
         "difference": _difference, "explanation": EXPLANATION,
         "loss": lambda value: "–" if value is None else f"{value:.3f}" if math.isfinite(value) else "not finite",

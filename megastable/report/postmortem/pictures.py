@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import numpy as np
+
 from megastable.base.text import escape_character, make_visible
 from megastable.report.figures import limit_value
+from megastable.report.postmortem.expert_facts import LoadLook
 from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
 from megastable.report.postmortem.sentences import find_rate_jump
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
+ABOVE = "#c2620e"  # loads above the mean
 BRANCHES = (
     "#2a9d6f", "#8e5bb5", "#d9822b", "#1f6fb2", "#c2417c", "#7a6a3a", "#17a2b8", "#9c3f1e", "#7fae2e", "#6b6be0"
 )  # colours of a trial's branches  # fmt: skip
@@ -56,15 +60,36 @@ def _as_png(draw: Callable[Given, Figure]) -> Callable[Given, bytes]:
 @_as_png
 def draw_steps(e: Evidence) -> Figure:
     """Loss, gradient norm and, if it was cut or has jumped, the learning rate around an incident with steps."""
-    from matplotlib.lines import Line2D
-
     rate_cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions)) or find_rate_jump(e) is not None
     panels = [("loss", "loss (nats per token)"), ("grad_norm", "gradient norm")]
     panels += [("lr", "learning rate")] if rate_cut else []
-    figure = _figure(10, 6.2 if rate_cut else 5.2)
-    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=[3, 2, 1][: len(panels)], squeeze=False)
+    return _stack_panels(e, panels, [3, 2, 1][: len(panels)], 6.2 if rate_cut else 5.2)
+
+
+@_as_png
+def draw_routers(e: Evidence) -> Figure:
+    """The routed experts of the worst layer around an incident; idle ones if there were some."""
+    panels = [
+        ("expert_violation", "largest load\n(times the mean)"), ("expert_idle", "idle experts\n(share)"),
+        ("router_entropy", "lowest entropy of\na router (nats)"), ("router_z", "log-partition\nof a router"),
+    ]  # fmt: skip
+    all_rows = [row for run_pass in e.passes for row in run_pass]
+    shown_panels = [
+        (column, label) for column, label in panels if any(getattr(row, column) for row in all_rows)
+    ]
+    return _stack_panels(e, shown_panels, [1] * len(shown_panels), 0.8 + 1.6 * len(shown_panels))
+
+
+def _stack_panels(
+    e: Evidence, panels: Sequence[tuple[str, str]], ratios: Sequence[int], height: float
+) -> Figure:
+    """Columns of the steps, with their labels, from above. height: of all, in inches."""
+    from matplotlib.lines import Line2D
+
+    figure = _figure(10, height)
+    axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=ratios, squeeze=False)
     for axis, (panel_name, label) in zip(axes[:, 0], panels, strict=True):
-        _panel(axis, e, panel_name)
+        _panel(axis, e, panel_name, panel_name == panels[0][0])
         axis.set_ylabel(label)
     all_rows = [row for run_pass in e.passes for row in run_pass]
     signs = [Line2D([], [], color=GOOD, label="the run")]
@@ -82,7 +107,7 @@ def draw_steps(e: Evidence) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, e: Evidence, name: str) -> None:
+def _panel(axis: Axes, e: Evidence, name: str, named: bool) -> None:
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
     is_log = name == "grad_norm"
@@ -96,7 +121,7 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
         refused_values = [limit_value(getattr(refused_row, name), is_log) for refused_row in refused_rows]
         axis.scatter([refused_row.step for refused_row in refused_rows], refused_values, **mark_style)
     lost = [row for part in e.passes for row in part if not math.isfinite(limit_value(getattr(row, name)))]
-    if lost and name != "lr":
+    if lost and name in ("loss", "grad_norm"):
         top_style: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
         axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top_style)
     norms = [v for part in e.passes for row in part if (v := limit_value(row.grad_norm, True)) > 0]
@@ -108,7 +133,7 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
             axis.yaxis.set_minor_formatter(NullFormatter())
         else:
             axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
-    _marks(axis, e, name == "loss")
+    _marks(axis, e, named)
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axis.margins(x=0.01, y=0.12)
 
@@ -309,6 +334,40 @@ def _unplace(at: float, span: float) -> float:
         return at
     region_steps = 2 ** (beyond_steps / max(1.0, span / 16)) - 1
     return -region_steps if at < 0 else span + region_steps
+
+
+@_as_png
+def draw_loads(looks: Sequence[LoadLook]) -> Figure:
+    """The load of every expert at each look, one below the other, in one scale; a row is a layer."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    heights = [0.45 + max(0.6, min(3.2, 0.12 * len(look.blocks))) for look in looks]
+    figure = _figure(10, 0.6 + sum(heights))
+    axes = figure.subplots(len(looks), 1, sharex=True, squeeze=False)[:, 0]
+    # White is the mean; a load of 0 has a colour of its own, and one that is not recorded is left out.
+    colours = LinearSegmentedColormap.from_list("loads", [GOOD, "white", ABOVE]).with_extremes(
+        under=INK, bad=GRID
+    )
+    for axis, look in zip(axes, looks, strict=True):
+        with np.errstate(divide="ignore"):
+            octaves = np.where(
+                look.loads > 0, np.log2(look.loads).clip(-2, 2), np.where(look.loads == 0, -3, np.nan)
+            )
+        image = axis.imshow(octaves, cmap=colours, vmin=-2, vmax=2, aspect="auto", interpolation="nearest")
+        axis.set_title(f"step {look.step:,}, {look.moment}")
+        axis.set_ylabel("layer")
+        axis.grid(visible=False)
+        rows = range(0, len(look.blocks), -(-len(look.blocks) // 12))
+        axis.set_yticks(rows, [str(look.blocks[row]) for row in rows])
+        axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    axes[-1].set_xlabel("expert")
+    scale = figure.colorbar(image, ax=axes, ticks=range(-2, 3), pad=0.01)
+    scale.ax.set_yticklabels(["¼ or less", "½", "the mean", "2 times", "4 or more"])
+    if any((look.loads == 0).any() for look in looks):
+        figure.legend(handles=[Patch(color=INK, label="no token")], loc="outside lower center")
+    return figure
 
 
 @_as_png

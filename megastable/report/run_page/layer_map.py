@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from megastable.base.durable import folder_stamp
 from megastable.run.record_files import RecordFile, list_files, read_file
-from megastable.run.records import LAYER_SCHEMA
+from megastable.run.records import EXPERT, LAYER_SCHEMA
 
 # Kinds of heat map: title, unit, the columns of which the largest value in a layer counts.
 KINDS = {
@@ -29,7 +29,6 @@ KINDS = {
 MEASURED = dict.fromkeys(column for *_, columns in KINDS.values() for column in columns)
 COLUMNS = pa.schema([LAYER_SCHEMA.field(column) for column in ("name", *MEASURED)])
 BLOCK = re.compile(r"blocks\.(\d{1,6})(?:\.|$)")
-EXPERT = re.compile(r"blocks\.(\d{1,6})\.mlp\.experts\.(\d{1,4})")
 KEPT = 2048  # looks in memory
 MOST = 240  # looks in a map
 MOST_LOADS = 1 << 20  # loads of experts in all looks of a map
