@@ -565,6 +565,7 @@ ENOUGH = 5  # observed steps needed for a rate
 NEWEST = (
     "time", "grad_norm", "mfu_full", "mfu_causal", "memory", "loss_scale", "clipped_fraction", "update_ratio",
     "attention_logit", "attention_entropy", "fp8_saturation", "expert_violation", "expert_idle",
+    "router_entropy",
 )  # fmt: skip
 READ = pa.schema([SCHEMA.field(name) for name in ("step", "loss", "seconds", *NEWEST, *COLUMNS.values())])
 

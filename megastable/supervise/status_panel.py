@@ -167,6 +167,8 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         s.world is not None and count_noun(s.world, "rank"),
     ):
         yield "speed", Text(speed_text)
+    if experts_text := _experts(s.readings):
+        yield "experts", Text(experts_text)
     if s.validation:
         *before, (step, loss) = s.validation
         before_text = f", {before[-1][1]:.3f} at {before[-1][0]:,}" if before else ""
@@ -212,6 +214,18 @@ def _loss(s: Status, width: int) -> Text:
     loss_line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
     return Text.assemble(
         f"{s.loss:.4f}", "  ", (loss_line, "cyan"), (f" {count_noun(len(s.recent), 'step')}", "dim")
+    )
+
+
+def _experts(readings: Mapping[str, float]) -> str:
+    """Of the layer where each is worst; "" without routed experts."""
+    load, idle, entropy = (
+        readings.get(name) for name in ("expert_violation", "expert_idle", "router_entropy")
+    )
+    return _joined(
+        load is not None and f"load up to {load:.3g} times the mean",
+        idle is not None and f"{idle:.1%} idle",
+        entropy is not None and f"entropy {entropy:.3g} nats",
     )
 
 

@@ -13,9 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megastable.run.records import Recorder
 from megastable.supervise.standing import State
-from megastable.supervise.status import RunWatch, Status, read_status
+from megastable.supervise.status import RunWatch, Status, collect_facts, read_status
 from megastable.supervise.status_panel import BARS, build_panel, print_status, show_live, sparkline
+from tests.report.runs import step_record
 from tests.supervise.runs import incident, journal
 
 
@@ -82,6 +84,20 @@ def test_panel_fits_and_tells_what_matters_and_nothing_in_it_acts(width: int, st
     assert not [part for part in (*told, "4 steps lost", "ALERT since step 7: spent") if part not in flat]
     assert all(c.isprintable() or c == "\n" for c in text)
     assert width == 40 or ("\\x1b[2J[bold]" in text and "[red]x\\x1b[31m" in text)
+
+
+def test_panel_and_facts_have_a_line_for_experts(status: Status, tmp_path: Path) -> None:
+    assert "experts" not in rendered(status, 80)
+    (run,) = tmp_path.iterdir()
+    (run / "steps").mkdir()
+    recorder = Recorder(run / "steps", 1)
+    routed = {"expert_violation": 1.31, "expert_idle": 0.125, "router_entropy": 1.72}
+    recorder.add_records(replace(step_record(30, time.time(), 2.5), **routed))
+    found = read_status(run)
+    line = "experts    load up to 1.31 times the mean · 12.5% idle · entropy 1.72 nats"
+    assert line in rendered(found, 80)
+    readings = collect_facts(found)["readings"]
+    assert {name: readings[name] for name in routed} == pytest.approx(routed)
 
 
 @pytest.mark.quick("False-80-24")
