@@ -24,6 +24,14 @@ def count_parameters(c: ModelConfig) -> int:
     return block_elements + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
 
 
+def describe_active(c: ModelConfig) -> str:
+    """How many of the parameters a token uses, for a place behind their number; "" if it uses all of them."""
+    if c.experts is None:
+        return ""
+    active_parameters = count_parameters(c) - _mlp_elements(c) + _mlp_elements(c, of_token=True)
+    return f" ({active_parameters / 1e6:,.1f}M of them for a token)"
+
+
 def _mlp_elements(c: ModelConfig, of_token: bool = False) -> int:
     """Weights of the MLPs and routers of all blocks; of_token: only those that are used for a token."""
     router_rows = 0 if c.experts is None else c.expert_blocks * c.experts.count

@@ -20,6 +20,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import read_planted
 from megastable.data.tokenizer import load_tokenizer
+from megastable.model.sizes import describe_active
 from megastable.report.postmortem import costs_of, sentences
 from megastable.report.postmortem.facts import Cost, IncidentFacts
 from megastable.run.directory import RunDirectory
@@ -107,7 +108,8 @@ def print_story(run: Path) -> None:
         if s["val_unigram_entropy"] is not None:
             validation += f"; unigram entropy {s['val_unigram_entropy']:.3f}"
     print(
-        f"\n{s['parameters'] / 1e6:.1f}M parameters, {s['steps']} steps, {s['tokens'] / 1e6:.2f}M tokens at "
+        f"\n{s['parameters'] / 1e6:.1f}M parameters{describe_active(run_config.model)}, {s['steps']} steps, "
+        f"{s['tokens'] / 1e6:.2f}M tokens at "
         f"{s['tokens_per_second']:,.0f} a second on average, on {s['world_size']} processes with ZeRO "
         f"{s['zero_stage']}\n"
     )

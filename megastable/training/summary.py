@@ -21,7 +21,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.samples import token_counts, unigram_entropy
 from megastable.engine.engine import Engine
 from megastable.model.kernels import DTYPES
-from megastable.model.sizes import count_parameters, in_fp8
+from megastable.model.sizes import count_parameters, describe_active, in_fp8
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import find_latest
 from megastable.run.events.stability_events import IncidentEvent
@@ -40,7 +40,8 @@ def introduce_run(config: RunConfig, engine: Engine, run: Path, peak: float, pea
     if is_exact(c.run.deterministic, engine.device):
         same_bits = "gives the same bits"
     return (
-        f"{count_parameters(c.model) / 1e6:,.1f}M parameters, {count_noun(layout.world, 'rank')}: tensor "
+        f"{count_parameters(c.model) / 1e6:,.1f}M parameters{describe_active(c.model)}, "
+        f"{count_noun(layout.world, 'rank')}: tensor "
         f"{layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}"
         f"{replicas}, "
         f"{c.precision.kind} on {engine.device.type}\n"

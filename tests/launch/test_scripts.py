@@ -12,6 +12,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from megastable.base import errors
+from megastable.config.model import ExpertsConfig
 from megastable.config.recipe import load_recipe
 from tests.patience import PATIENCE
 
@@ -47,6 +48,34 @@ def test_install_refuses_an_old_python(tmp_path: Path) -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == errors.BAD_INPUT
     assert "needs Python 3.11 or newer" in done.stderr and "Python 3.9.2" in done.stderr
+
+
+def test_quickstart_passes_its_overrides_on(tmp_path: Path) -> None:
+    """Word by word, to what plants and to what trains: a mixture of experts is one of them."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch/quickstart.sh", tmp_path / "launch")
+    (tmp_path / "launch/install.sh").write_text("")
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("megastable", "python"):
+        (programs / name).write_text(
+            "#!/bin/sh\n[ $1 = -c ] && echo 0 && exit\n"
+            f"{{ echo {name}; printf '%s\\n' \"$@\"; echo; }} >>{tmp_path / 'said'}\n"
+            "[ $1 = launch/supervise.py ] && exit 75\nexit 0\n"
+        )
+        (programs / name).chmod(0o755)
+    overrides = ["model.experts={count: 8, top_k: 2, ffn: 384}", "run.dir=runs/experts", "train.steps=150"]
+    words = ["bash", tmp_path / "launch/quickstart.sh", *overrides]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 75, done.stderr
+    called = [words.splitlines() for words in (tmp_path / "said").read_text().split("\n\n") if words]
+    (plant,) = [words for words in called if words[:3] == ["megastable", "prepare", "plant"]]
+    (train,) = [words for words in called if words[:2] == ["python", "launch/supervise.py"]]
+    assert plant[plant.index("--") + 1 :] == overrides
+    recipe, *given = train[2 : train.index("--")]
+    config = load_recipe(str(ROOT / recipe), given)
+    assert config.model.experts == ExpertsConfig(count=8, top_k=2, ffn=384)
+    assert (config.train.steps, config.run.dir) == (150, Path("runs/experts"))
 
 
 def test_quickstart_plants_what_its_recipe_trains_on() -> None:
