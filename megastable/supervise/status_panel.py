@@ -219,13 +219,13 @@ def _loss(s: Status, width: int) -> Text:
 
 def _experts(readings: Mapping[str, float]) -> str:
     """Of the layer where each is worst; "" without routed experts."""
-    load, idle, entropy = (
+    largest_load, idle_share, lowest_entropy = (
         readings.get(name) for name in ("expert_violation", "expert_idle", "router_entropy")
     )
     return _joined(
-        load is not None and f"load up to {load:.3g} times the mean",
-        idle is not None and f"{idle:.1%} idle",
-        entropy is not None and f"entropy {entropy:.3g} nats",
+        largest_load is not None and f"load up to {largest_load:.3g} times the mean",
+        idle_share is not None and f"{idle_share:.1%} idle",
+        lowest_entropy is not None and f"entropy {lowest_entropy:.3g} nats",
     )
 
 

@@ -343,31 +343,31 @@ def draw_loads(looks: Sequence[LoadLook]) -> Figure:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    heights = [0.45 + max(0.6, min(3.2, 0.12 * len(look.blocks))) for look in looks]
-    figure = _figure(10, 0.6 + sum(heights))
-    axes = figure.subplots(len(looks), 1, sharex=True, squeeze=False)[:, 0]
+    look_heights = [0.45 + max(0.6, min(3.2, 0.12 * len(look.blocks))) for look in looks]
+    load_figure = _figure(10, 0.6 + sum(look_heights))
+    look_axes = load_figure.subplots(len(looks), 1, sharex=True, squeeze=False)[:, 0]
     # White is the mean; a load of 0 has a colour of its own, and one that is not recorded is left out.
-    colours = LinearSegmentedColormap.from_list("loads", [GOOD, "white", ABOVE]).with_extremes(
-        under=INK, bad=GRID
-    )
-    for axis, look in zip(axes, looks, strict=True):
+    hue_scale = LinearSegmentedColormap.from_list("loads", [GOOD, "white", ABOVE])
+    load_colours = hue_scale.with_extremes(under=INK, bad=GRID)
+    for look_axis, look in zip(look_axes, looks, strict=True):
         with np.errstate(divide="ignore"):
-            octaves = np.where(
-                look.loads > 0, np.log2(look.loads).clip(-2, 2), np.where(look.loads == 0, -3, np.nan)
-            )
-        image = axis.imshow(octaves, cmap=colours, vmin=-2, vmax=2, aspect="auto", interpolation="nearest")
-        axis.set_title(f"step {look.step:,}, {look.moment}")
-        axis.set_ylabel("layer")
-        axis.grid(visible=False)
-        rows = range(0, len(look.blocks), -(-len(look.blocks) // 12))
-        axis.set_yticks(rows, [str(look.blocks[row]) for row in rows])
-        axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
-    axes[-1].set_xlabel("expert")
-    scale = figure.colorbar(image, ax=axes, ticks=range(-2, 3), pad=0.01)
-    scale.ax.set_yticklabels(["¼ or less", "½", "the mean", "2 times", "4 or more"])
+            load_octaves = np.log2(look.loads).clip(-2, 2)
+        load_octaves[look.loads == 0] = -3
+        load_image = look_axis.imshow(
+            load_octaves, cmap=load_colours, vmin=-2, vmax=2, aspect="auto", interpolation="nearest"
+        )
+        look_axis.set_title(f"step {look.step:,}, {look.moment}")
+        look_axis.set_ylabel("layer")
+        look_axis.grid(visible=False)
+        label_rows = range(0, len(look.blocks), -(-len(look.blocks) // 12))
+        look_axis.set_yticks(label_rows, [str(look.blocks[row]) for row in label_rows])
+        look_axis.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    look_axes[-1].set_xlabel("expert")
+    colour_scale = load_figure.colorbar(load_image, ax=look_axes, ticks=range(-2, 3), pad=0.01)
+    colour_scale.ax.set_yticklabels(["¼ or less", "½", "the mean", "2 times", "4 or more"])
     if any((look.loads == 0).any() for look in looks):
-        figure.legend(handles=[Patch(color=INK, label="no token")], loc="outside lower center")
-    return figure
+        load_figure.legend(handles=[Patch(color=INK, label="no token")], loc="outside lower center")
+    return load_figure
 
 
 @_as_png

@@ -120,18 +120,18 @@ class LayerMap:
         ]
         if not load_looks:
             return None
-        blocks = sorted({block for _, loads in load_looks for block in loads})
-        expert_count = max(len(row) for _, loads in load_looks for row in loads.values())
-        look_count = min(len(load_looks), max(1, MOST_LOADS // (len(blocks) * expert_count)))
+        block_numbers = sorted({block for _, loads in load_looks for block in loads})
+        expert_count = max(len(block_loads) for _, loads in load_looks for block_loads in loads.values())
+        look_count = min(len(load_looks), max(1, MOST_LOADS // (len(block_numbers) * expert_count)))
         chosen_looks = [
             load_looks[n] for n in np.linspace(len(load_looks) - 1, 0, look_count).astype(int)[::-1]
         ]
-        cube = np.full((look_count, len(blocks), expert_count), NO_LOAD, dtype=np.uint16)
+        load_cube = np.full((look_count, len(block_numbers), expert_count), NO_LOAD, dtype=np.uint16)
         for n, (_, loads) in enumerate(chosen_looks):
-            for m, block in enumerate(blocks):
-                if block in loads:
-                    cube[n, m, : len(loads[block])] = loads[block]
-        return ExpertLoads([layer_file for layer_file, _ in chosen_looks], blocks, cube)
+            for m, block_number in enumerate(block_numbers):
+                if block_number in loads:
+                    load_cube[n, m, : len(loads[block_number])] = loads[block_number]
+        return ExpertLoads([layer_file for layer_file, _ in chosen_looks], block_numbers, load_cube)
 
     def _look(self, file: RecordFile) -> Look:
         file_name = file.name
@@ -167,16 +167,18 @@ def by_layer(table: pa.Table) -> dict[str, npt.NDArray[np.float32]]:
 def read_expert_loads(table: pa.Table) -> dict[int, Loads]:
     """The loads in the records of one look, by block."""
     recorded_loads = table.column("expert_load").to_numpy()
-    rows = np.flatnonzero(np.isfinite(recorded_loads))
-    found: dict[int, dict[int, float]] = {}
-    for name, load in zip(table.column("name").take(rows).to_pylist(), recorded_loads[rows], strict=True):
-        if expert_match := EXPERT.fullmatch(name):
-            found.setdefault(int(expert_match[1]), {})[int(expert_match[2])] = float(load)
+    load_rows = np.flatnonzero(np.isfinite(recorded_loads))
+    found_loads: dict[int, dict[int, float]] = {}
+    row_names = table.column("name").take(load_rows).to_pylist()
+    for row_name, row_load in zip(row_names, recorded_loads[load_rows], strict=True):
+        if expert_match := EXPERT.fullmatch(row_name):
+            found_loads.setdefault(int(expert_match[1]), {})[int(expert_match[2])] = float(row_load)
     block_loads = dict[int, Loads]()
-    for block, load_by_expert in found.items():
-        block_loads[block] = np.full(max(load_by_expert) + 1, NO_LOAD, dtype=np.uint16)
-        for expert, load in load_by_expert.items():
-            block_loads[block][expert] = min(NO_LOAD - 1, max(int(load > 0), round(100 * load)))
+    for block_number, load_by_expert in found_loads.items():
+        block_loads[block_number] = np.full(max(load_by_expert) + 1, NO_LOAD, dtype=np.uint16)
+        for expert_number, expert_load in load_by_expert.items():
+            hundredths = max(int(expert_load > 0), round(100 * expert_load))
+            block_loads[block_number][expert_number] = min(NO_LOAD - 1, hundredths)
     return block_loads
 
 
