@@ -31,16 +31,26 @@ def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
     """Standard deviation of an initial matrix [rows, columns], outputs by inputs, before DeepNorm's factor.
 
     Under muP (arXiv:2203.03466, table 8) that of the blocks' matrices falls with the root of the width.
+
+    The experts of a token begin together as strong as a dense MLP as wide as all of them: their weights, which add up
+    to `scale`, would make them weaker by `scale` / top_k (docs/experts.md). Weights that are not normalized may grow
+    far more, and change nothing.
     """
     if name == "embedding.weight":
         return config.init_std
     if name == "head.weight" and config.mup is not None and config.mup.zero_output:
         return 0.0
+    strength = 1.0
+    if ".mlp.experts." in name and name.endswith(".down.weight"):
+        experts = config.experts
+        assert experts is not None
+        if experts.normalize:
+            columns, strength = columns * experts.top_k, experts.top_k / experts.scale
     kinds = {
         "normal": config.init_std, "fan_in": columns**-0.5, "xavier": math.sqrt(2 / (rows + columns)),
         "small": math.sqrt(2 / (5 * config.hidden)),
     }  # fmt: skip
-    std = kinds[config.init] / math.sqrt(config.width_ratio if name.startswith("blocks.") else 1.0)
+    std = strength * kinds[config.init] / math.sqrt(config.width_ratio if name.startswith("blocks.") else 1.0)
     if not name.endswith((".attention.out.weight", ".down.weight")) or config.residual_init == "same":
         return std
     if config.residual_init == "zero":

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.model import init
-from megastable.model.gpt import GPT, list_layers
+from megastable.model.experts import ExpertMLP
+from megastable.model.gpt import GPT, Block, list_layers
 from megastable.model.init import ParameterPart, fill_parts, whole_weight
 from megastable.parallel.sharding import Placement, cut_shard, placement_of
 from megastable.parallel.topology import TensorParallel
@@ -83,6 +84,33 @@ def test_standard_deviations_of_every_choice(
     for name, w in made.items():
         (std,) = (value for ending, value in wanted.items() if name.endswith(f"{ending}.weight"))
         assert float(w.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * w.numel())), name
+
+
+def strength_of_mlp(c: ModelConfig) -> float:
+    """Standard deviation of what the first block's MLP adds, of normal inputs; weights of choices are even."""
+    model = GPT(c, TensorParallel(), "none", 1)
+    (mlp,) = (part.mlp for part in model.modules() if isinstance(part, Block))
+    if isinstance(mlp, ExpertMLP):
+        torch.nn.init.zeros_(mlp.router.weight)
+    x = torch.randn(64, 4, c.hidden, generator=torch.Generator().manual_seed(1))
+    return mlp(x).std().item()
+
+
+@pytest.mark.parametrize(
+    ("experts", "share"),
+    [({}, 1.0), ({"scale": 2.5}, 1.0), ({"gate": "sigmoid"}, 1.0), ({"normalize": False}, 3 / 8 / 3)],
+    ids=["softmax", "scale", "sigmoid", "not normalized"],
+)
+@pytest.mark.parametrize("kind", ["normal", "fan_in", "small"])
+def test_experts_begin_together_as_strong_as_a_dense_mlp(
+    kind: str, experts: dict[str, Any], share: float
+) -> None:
+    """Of the active width. Weights of choices that are not normalized are 1/8 each."""
+    sizes = dict(hidden=128, layers=1, init=kind)
+    dense = strength_of_mlp(config(**sizes, ffn=192))
+    mixture = strength_of_mlp(config(**sizes, experts={"count": 8, "top_k": 3, "ffn": 64} | experts))
+    wide = 3**0.5 if kind == "fan_in" and share < 1 else 1  # a narrower matrix begins larger
+    assert mixture == pytest.approx(dense * share * wide, rel=0.08)
 
 
 @pytest.mark.parametrize("size", [2, 4])
