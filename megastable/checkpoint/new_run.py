@@ -107,7 +107,7 @@ def write_run(
     """
     refuse_existing(out)
     p = run.parallel
-    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context, p.replicas)
+    layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context, p.replicas, p.expert)
     saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
     state = state.model_copy(
         update={"layout": saved, "adam_step": state.adam_step if optimizer is not None else 0.0}

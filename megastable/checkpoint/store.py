@@ -56,6 +56,7 @@ class LayoutState(BaseModel):
     data: int
     context: int = 1  # number of data-parallel ranks that share their samples
     replicas: int = 1  # groups of data-parallel ranks, over each of which ZeRO shares out the state
+    expert: int = 1  # number of data-parallel ranks that share out experts
     zero: int
     precision: str
 
@@ -65,6 +66,7 @@ class LayoutState(BaseModel):
 
     def __str__(self) -> str:
         context_text = f" (context {self.context})" if self.context > 1 else ""
+        context_text += f" (experts over {self.expert})" if self.expert > 1 else ""
         axes_text = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}{context_text}"
         replica_text = f" in {self.replicas} replicas" if self.replicas > 1 else ""
         return f"{axes_text}, ZeRO {self.zero}{replica_text}, {self.precision}"

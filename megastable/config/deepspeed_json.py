@@ -96,6 +96,7 @@ def size_of_data_parallel(config: RunConfig, world: int) -> int:
     model_ranks = p.tensor * p.pipeline
     context_text = f" x parallel.context={p.context}" if p.context > 1 else ""
     replicas_text = f" with parallel.replicas={p.replicas}" if p.replicas > 1 else ""
+    replicas_text += f" with parallel.expert={p.expert}" if p.expert > 1 else ""
     if world < 1 or world % p.least_ranks:
         raise ConfigError(
             f"{count_noun(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "

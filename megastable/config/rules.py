@@ -102,6 +102,8 @@ def find_impossible(
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
+    if p.expert > 1:
+        yield from _impossible_expert_ranks(m, p, precision, o)
     if p.replicas > 1:
         yield from _impossible_replicas(p, precision.kind, o)
     if p.schedule == "zero_bubble" and p.pipeline == 1:
@@ -147,6 +149,38 @@ def _impossible_experts(m: ModelConfig, p: ParallelConfig, precision: PrecisionC
         yield (
             "model.experts with precision.fp8.backend=te: Transformer Engine's layers take no part of the tokens; use "
             "precision.fp8.backend=emulated, or leave precision.fp8 out"
+        )
+
+
+def _impossible_expert_ranks(
+    m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig
+) -> Iterator[str]:
+    given = f"parallel.expert={p.expert}"
+    if m.experts is None:
+        yield f"{given} shares out experts, and the model has none: set model.experts, or parallel.expert=1"
+    elif m.experts.count % p.expert:
+        yield f"{given} does not divide model.experts.count={m.experts.count}: change one of them"
+    if p.zero == 3:
+        yield (
+            f"{given} with parallel.zero=3, which shares every weight out over all data ranks; use parallel.zero=1 or "
+            "2, or parallel.expert=1"
+        )
+    if p.replicas > 1:
+        yield f"{given} with parallel.replicas={p.replicas}: leave one of them at 1"
+    if precision.fp8 is not None:
+        yield (
+            f"{given} with precision.fp8: ranks with other experts would have other scales to agree on; leave "
+            "precision.fp8 out, or set parallel.expert=1"
+        )
+    if o.name == "muon":
+        yield (
+            f"{given} with optimizer.name=muon: it shares matrices out over all data ranks, not those with the same "
+            "experts; use another optimizer, or parallel.expert=1"
+        )
+    if o.clipping.kind == "worker":
+        yield (
+            f"{given} with optimizer.clipping=worker: the gradient of an expert is of all workers that send it "
+            "tokens; use another clipping, or parallel.expert=1"
         )
 
 

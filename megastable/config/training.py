@@ -107,7 +107,9 @@ class ParallelConfig(Section):
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1
-    needs bf16, `zero` = 1 and an optimizer other than muon; `sequence` needs `tensor` above 1, which divides
+    needs bf16, `zero` = 1 and an optimizer other than muon; `expert` divides the data-parallel ranks and
+    `model.experts.count`, and above 1 needs `zero` of 1 or 2, `replicas` = 1, no FP8, an optimizer other than muon, and
+    no clipping of workers; `sequence` needs `tensor` above 1, which divides
     `model.sequence_length` / `context`; `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank
     of the sequence; `schedule` = `zero_bubble` needs `pipeline` above 1; `model_chunks` above 1 needs `pipeline` above
     1 and `schedule` = `1f1b`, and `pipeline` x `model_chunks` is at most `model.layers`.
@@ -138,6 +140,9 @@ class ParallelConfig(Section):
     """Groups of neighbouring data-parallel ranks, such as a host, in each of which ZeRO shares out the whole state
     (hybrid sharding, arXiv:2304.11277, section 3.2.2): weights are gathered inside a group only, and gradients summed
     inside first (docs/scaling.md#replicas). [groups]"""
+    expert: PositiveInt = 1
+    """Neighbouring data-parallel ranks that share out the experts of every block, and send each other the tokens
+    (arXiv:2006.16668; docs/experts.md#expert-parallelism). [ranks]"""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
@@ -158,7 +163,7 @@ class ParallelConfig(Section):
     @property
     def least_ranks(self) -> int:
         """The fewest ranks that it can be laid out on; all numbers of ranks are multiples of it."""
-        return self.tensor * self.pipeline * lcm(self.context, self.replicas)
+        return self.tensor * self.pipeline * lcm(self.context, self.replicas, self.expert)
 
     @property
     def gathers_again(self) -> bool:

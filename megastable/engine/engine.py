@@ -79,7 +79,9 @@ class Engine:
             topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence, p.gathers_again,
             p.tensor_overlap,
         )  # fmt: skip
-        self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank, p.is_ring)
+        self.cp = ContextParallel(
+            topology.context_group, layout.context, topology.context_rank, p.is_ring, topology.experts
+        )
         m = config.model
         assert m.vocab_size is not None
         self.kernels = choose_kernels(config, self.device)
@@ -106,6 +108,7 @@ class Engine:
             with (
                 turn_refusals_into_config_errors(config.deepspeed),
                 patches.share_among(topology.shard_group),
+                patches.share_experts(topology),
             ):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
@@ -140,7 +143,8 @@ class Engine:
         self._probing = self._segmented = False
         self.measures_update = False  # whether the coming update's size is measured, for `collect_statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
-        outline = self.ds.module if layout.pipeline == 1 else gpt.outline_model(m)
+        is_whole = layout.pipeline == layout.expert == 1
+        outline = self.ds.module if is_whole else gpt.outline_model(m)
         self.probe = Probe(self.ds.module, outline, topology, self.tp, self.device, self.fp8)
         self.trends = TrendProbe(self.probe)
         self.measured: Measured | None = None

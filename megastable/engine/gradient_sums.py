@@ -10,7 +10,8 @@ Every element goes to the rank that updates it (ZeRO 1, arXiv:1910.02054 section
 these parts, so the pieces of a bucket differ in size, and most are empty. With replicas (FSDP's hybrid sharding,
 arXiv:2304.11277 section 3.2.2) a bucket is summed in even slices, inside each replica first, then each slice over the
 ranks that have the same one, so that all links between hosts are in use; and what belongs to another rank goes to it,
-inside the replica. Every message has a group of its own: it waits for the one before it of the same bucket, and holds
+inside the replica. Gradients of experts that only some data ranks have are in buckets of their own, which these ranks
+sum, and are divided like all others: they are of the tokens of all ranks. Every message has a group of its own: it waits for the one before it of the same bucket, and holds
 up no other bucket.
 """
 
@@ -31,14 +32,15 @@ from megastable.engine.local_gradients import LocalGradients
 from megastable.engine.micro_batch_sums import MicroBatchSums, Place
 from megastable.parallel.layout import cut_into_buckets, limit_bucket
 from megastable.parallel.mappings import begin_sum, count_overlaps
-from megastable.parallel.sharding import Fragment
+from megastable.parallel.sharding import Fragment, is_split
 from megastable.parallel.topology import Topology
 
 
 class Bucket(NamedTuple):
     """Gradients of neighbouring parameters of a group on this rank. whole: fp32 [n]. pieces: of it, by the rank of a
     replica that updates them. slices: of it, by the rank that sums them; without replicas these are the pieces.
-    numbers: of the parameters. fragments: of this rank's piece, by their places in its part."""
+    numbers: of the parameters. fragments: of this rank's piece, by their places in its part. is_split: only some
+    data ranks have these parameters, and sum it."""
 
     whole: Tensor
     pieces: list[Tensor]
@@ -46,6 +48,7 @@ class Bucket(NamedTuple):
     group: int
     numbers: range
     fragments: list[Place]
+    is_split: bool
 
 
 def list_ranges(parts: Sequence[Tensor]) -> list[range]:
@@ -70,11 +73,7 @@ class GradientSums:
         self.own = MicroBatchSums(o, engine.gradient_accumulation_steps, fragments, topology.layout.data)
         self._places = [(f.group, f.offset) for f in fragments]
         self._engine, self._watching = engine, watching
-        self._group, self._rank, self._shards = (
-            topology.shard_group,
-            topology.shard_rank,
-            topology.layout.shards,
-        )
+        self._find_sharing = topology.find_sharing
         self._replicas, self._owners = topology.replica_group, topology.owner_group
         is_cuda = o.fp32_groups_gradient_flat_partition[0].is_cuda
         # On which a GPU waits for a bucket's message before the next one, and not where it computes.
@@ -91,6 +90,8 @@ class GradientSums:
         ordered_buckets = []
         for group, whole_buffer in enumerate(o.fp32_groups_gradients_flat):
             parameter_sizes = [parameter.numel() for parameter in o.bf16_groups[group]]
+            is_of_experts = is_split(o.bf16_groups[group][0])
+            sharing = self._find_sharing(is_of_experts)
             parameter_ends, part_size = [0, *accumulate(parameter_sizes)], len(self._parts[group])
             parameter_ends[-1] = len(whole_buffer)  # padding belongs to the last one
             for bucket_numbers in cut_into_buckets(parameter_sizes, bucket_limit):
@@ -100,27 +101,31 @@ class GradientSums:
                 )
                 owner_cuts = [
                     min(max(rank * part_size, bucket_start), bucket_end) - bucket_start
-                    for rank in range(1, self._shards)
+                    for rank in range(1, sharing.size)
                 ]
                 bucket_buffer = whole_buffer[bucket_start:bucket_end]
                 owner_pieces = list(bucket_buffer.tensor_split(owner_cuts))
                 first_order = min(
                     module_orders[id(o.bf16_groups[group][number])] for number in bucket_numbers
                 )
-                own_start, own_stop = (end - self._rank * part_size for end in (bucket_start, bucket_end))
+                own_start, own_stop = (end - sharing.rank * part_size for end in (bucket_start, bucket_end))
                 own_places = [(g, at) for g, at in self._places if g == group and own_start <= at < own_stop]
                 even_slices = owner_pieces
                 if self._replicas is not None:
-                    even_slices = list(bucket_buffer.tensor_split(self._shards))
+                    even_slices = list(bucket_buffer.tensor_split(sharing.size))
                 new_bucket = Bucket(
-                    bucket_buffer, owner_pieces, even_slices, group, bucket_numbers, own_places
+                    bucket_buffer, owner_pieces, even_slices, group, bucket_numbers, own_places, is_of_experts
                 )
                 ordered_buckets.append((first_order, new_bucket))
         return [bucket for _, bucket in sorted(ordered_buckets, key=lambda pair: -pair[0])]
 
+    def _place(self, bucket: Bucket) -> int:
+        """This rank's among those that sum it."""
+        return self._find_sharing(bucket.is_split).rank
+
     def list_overwritten(self) -> list[Tensor]:
         """The gradients of this rank's own that its sums overwrite: views, which may overlap."""
-        own_slices = [bucket.slices[self._rank] for bucket in self.buckets if self._replicas is not None]
+        own_slices = [b.slices[self._place(b)] for b in self.buckets if self._replicas is not None]
         return [*self._parts, *own_slices]
 
     def begin_step(self) -> None:
@@ -156,8 +161,9 @@ class GradientSums:
         if (gradient_watch := self._watching()) is not None:
             for receiver, piece in enumerate(next_bucket.pieces):
                 if piece.numel():
-                    gradient_watch.measure_bucket_before_sum(piece, receiver)
-        self._works.append(begin_sum(next_bucket.whole, next_bucket.slices, self._rank, self._group))
+                    gradient_watch.measure_bucket_before_sum(piece, receiver, next_bucket.is_split)
+        sharing = self._find_sharing(next_bucket.is_split)
+        self._works.append(begin_sum(next_bucket.whole, next_bucket.slices, sharing.rank, sharing.group))
         self._pass_on()
 
     def _pass_on(self, wait: bool = False) -> None:
@@ -177,15 +183,15 @@ class GradientSums:
                     later.append(begin(self.buckets[len(later)]))
 
     def _sum_across(self, bucket: Bucket) -> Work:
-        return dist.all_reduce(bucket.slices[self._rank], group=self._replicas, async_op=True)
+        return dist.all_reduce(bucket.slices[self._place(bucket)], group=self._replicas, async_op=True)
 
     def _move_slices(self, bucket: Bucket) -> Work:
         """To their owners. In place: a rank receives nothing where it has something to send, but from itself."""
         slice_ranges, piece_ranges = (list_ranges(parts) for parts in (bucket.slices, bucket.pieces))
+        rank = self._place(bucket)
         return dist.all_to_all_single(
-            bucket.pieces[self._rank], bucket.slices[self._rank],
-            count_overlaps(piece_ranges[self._rank], slice_ranges),
-            count_overlaps(slice_ranges[self._rank], piece_ranges), group=self._owners, async_op=True,
+            bucket.pieces[rank], bucket.slices[rank], count_overlaps(piece_ranges[rank], slice_ranges),
+            count_overlaps(slice_ranges[rank], piece_ranges), group=self._owners, async_op=True,
         )  # fmt: skip
 
     def finish_sums(self, *_: Any, **__: Any) -> None:
@@ -201,7 +207,7 @@ class GradientSums:
         last_works = self._works if self._replicas is None else self._moved
         for begun_bucket, begun_work in zip(self.buckets, last_works, strict=True):
             begun_work.wait()
-            own_piece = begun_bucket.pieces[self._rank]
+            own_piece = begun_bucket.pieces[self._place(begun_bucket)]
             if gradient_watch is not None and own_piece.numel():
                 gradient_watch.measure_after_sum([own_piece])
             # Also while later sums are under way.

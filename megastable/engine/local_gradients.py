@@ -82,6 +82,7 @@ class LocalGradients:
         layout = topology.layout
         self._ranks, self._rank = layout.data, topology.data_rank
         self._shards, self._shard_rank = layout.shards, topology.shard_rank
+        self._experts = layout.expert
         # Ranks of other layers have signs of their own, as their errors are summed.
         self._random = torch.Generator().manual_seed(topology.stage * layout.tensor + topology.tensor_rank)
         self._signs = (torch.randint(0, 2, (ROW,), generator=self._random) * 2.0 - 1.0).to(device)
@@ -107,11 +108,17 @@ class LocalGradients:
         self._size.add_(found[1].sum())
         self._own = [sample_blocks(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
-    def measure_bucket_before_sum(self, gradient: Tensor, receiver: int | None) -> None:
-        """gradient: flat, fp32, about to be summed; this rank of every replica receives the sum, None: all do."""
+    def measure_bucket_before_sum(
+        self, gradient: Tensor, receiver: int | None, is_split: bool = False
+    ) -> None:
+        """gradient: flat, fp32, about to be summed; this rank of every replica receives the sum, None: all do.
+        is_split: it is this one of the data ranks with this rank's experts."""
         own_check, own_square = self._measured(gradient)
         self._receivers = self._ranks if receiver is None else self._ranks // self._shards
         receiving_slices = slice(None) if receiver is None else slice(receiver, None, self._shards)
+        if is_split and receiver is not None:
+            receiver = receiver * self._experts + self._rank % self._experts
+            receiving_slices = slice(receiver, receiver + 1)
         self.digest[:, receiving_slices] += torch.stack((own_check, own_square))[:, None]
         self._size.add_(own_square)
         if receiver in (None, self._shard_rank):  # other sums may begin before this one is over

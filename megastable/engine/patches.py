@@ -21,8 +21,8 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups, nvtx
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 from torch.distributed import Work, distributed_c10d
@@ -33,6 +33,7 @@ from megastable.engine.gradient_sums import GradientSums
 from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import begin_sum, sum_and_scatter
+from megastable.parallel.sharding import SPLIT
 from megastable.parallel.topology import Topology
 
 
@@ -182,6 +183,43 @@ def share_among(group: Any) -> Iterator[None]:
         yield
 
 
+class _ShardGroups:
+    """What a wrapper sets as the data ranks of its parameter groups, but for those of experts `group`."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __set__(self, o: Any, given: Sequence[Any]) -> None:
+        pairs = zip(o.optimizer.param_groups, given, strict=True)
+        vars(o)[SHARD_GROUPS] = [self._group if of.get("split") else data_group for of, data_group in pairs]
+
+    def __get__(self, o: Any, _: Any = None) -> Any:
+        return vars(o)[SHARD_GROUPS]
+
+
+SHARD_GROUPS = "real_dp_process_group"
+
+
+@contextlib.contextmanager
+def share_experts(topology: Topology) -> Iterator[None]:
+    """Inside, ZeRO 1 and 2 share the state of experts out over the data ranks that have the same ones.
+
+    DeepSpeed does so for layers of its own (`has_moe_layers`), of which it then sums and divides gradients, and takes
+    the norm, in another way than those of other layers. Only its marks of parameters serve, by which it leaves experts
+    on different ranks different when it starts, and ZeRO 2 knows their ranks. Needless when every group of parameters
+    may name its ranks.
+    """
+    if topology.layout.expert == 1:
+        yield
+        return
+    group = topology.find_sharing(True).group
+    groups._EXPERT_DATA_PARALLEL_GROUP[SPLIT] = group
+    with contextlib.ExitStack() as stack:
+        for wrapper in (BF16_Optimizer, DeepSpeedZeroOptimizer):
+            stack.enter_context(replace_attribute(wrapper, SHARD_GROUPS, _ShardGroups(group)))
+        yield
+
+
 def sum_in_parts(o: BF16_Optimizer, engine: Any, sums: GradientSums) -> None:
     """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1), while they are computed.
 
@@ -231,12 +269,16 @@ def scatter_buckets(
     Its other way is a reduction to each owner, before which it waits for the whole device. Needless when it
     reduce-scatters. watching: what measures the gradients before and after a sum, if anything does.
     """
-    own_rank, data_group = topology.data_rank, topology.data_group
+    expert_sharing = topology.find_sharing(True)
+    o.expert_dp_process_group = {SPLIT: expert_sharing.group}
 
     def scatter(
-        bucket: Sequence[Tensor], dtype: torch.dtype, bucket_ranks: Any, output_bucket: Any, **_: Any
+        bucket: Sequence[Tensor], dtype: torch.dtype, bucket_ranks: Any, output_bucket: Any, process_group: Any,
+        **_: Any,
     ) -> None:  # fmt: skip
-        owned_numbers: list[list[int]] = [[] for _ in range(topology.layout.data)]
+        is_split = topology.layout.expert > 1 and process_group is expert_sharing.group
+        data_group, rank_count, own_rank = topology.find_sharing(is_split)
+        owned_numbers: list[list[int]] = [[] for _ in range(rank_count)]
         for number, (owner,) in enumerate(bucket_ranks):
             owned_numbers[owner].append(number)
         whole_bucket: Tensor = o.flatten(
@@ -250,7 +292,7 @@ def scatter_buckets(
         if gradient_watch is not None:
             for receiver, owner_piece in enumerate(owner_pieces):
                 if owner_piece.numel():
-                    gradient_watch.measure_bucket_before_sum(owner_piece, receiver)
+                    gradient_watch.measure_bucket_before_sum(owner_piece, receiver, is_split)
         begin_sum(whole_bucket, owner_pieces, own_rank, data_group).wait()
         if gradient_watch is not None and owned_numbers[own_rank]:
             gradient_watch.measure_after_sum([owner_pieces[own_rank]])

@@ -129,14 +129,17 @@ class Recomputation:
         self.faults, self._loader = faults, loader
         self._layout = engine.topology.layout
         self._shape = -1, self._layout.samples, config.train.micro_batch
-        self.others = min(TURNS, self._layout.samples - 1)
+        self._team_samples = self._layout.team // self._layout.context
+        self.others = min(TURNS, self._layout.data // self._layout.team - 1)
         self._exact = is_exact(config.run.deterministic, engine.device)
         dtype, tensor = DTYPES[config.precision.kind], self._layout.tensor
         self._find_wrong_product = partial(find_wrong_product, config.model, tensor, dtype, engine.device)
 
     def read_turned(self, positions: npt.NDArray[np.int64], turn: int) -> Sequence[MicroBatch]:
-        """The micro-batches of the data rank `turn` further. positions: of one or more micro-batches of all of them."""
-        return self._loader.read_micro_batches(np.roll(positions.reshape(self._shape), -turn, 1).ravel())
+        """The micro-batches of the data rank `turn` further, or of that in the same place of the team `turn` further.
+        positions: of one or more micro-batches of all of them."""
+        turned_positions = np.roll(positions.reshape(self._shape), -turn * self._team_samples, 1)
+        return self._loader.read_micro_batches(turned_positions.ravel())
 
     def compare_results(
         self, results: Sequence[Sequence[Digest]], note: Any = None
@@ -149,7 +152,7 @@ class Recomputation:
             return GradientFault(ranks, True, True, wrong_products[ranks[0]], product=True), rank_notes
         rank_layout, by_rank = self._layout, dict(enumerate(of_ranks))
         return find_fault(
-            by_rank, rank_layout.list_groups("data"), rank_layout.context, self._exact
+            by_rank, rank_layout.list_groups("data"), rank_layout.team, self._exact
         ), rank_notes
 
     def make_fault(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:

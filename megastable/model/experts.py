@@ -11,6 +11,10 @@ weights always has a gradient: sums over ranks wait for all of them.
 
 Experts are MLPs of their own, whose weights are split over the tensor group like those of a dense MLP. Tokens, weights
 and choices enter and leave the tensor-parallel region once for all experts together.
+
+Expert parallelism (GShard, arXiv:2006.16668): neighbouring data ranks have an equal part of the experts each. A rank
+sends every row to the rank that has its expert, and gets the result back. Capacities drop choices before that, so every
+layout drops the same.
 """
 
 from __future__ import annotations
@@ -29,12 +33,15 @@ from megastable.model.block_parts import MLP
 from megastable.model.elementwise import Elementwise
 from megastable.model.grouped import multiply_groups
 from megastable.parallel.mappings import (
+    count_rows,
     enter_tensor_region,
     gather_sequence,
     leave_tensor_region,
+    return_rows,
+    send_rows,
     share_weight,
 )
-from megastable.parallel.sharding import Placement, set_placement
+from megastable.parallel.sharding import Placement, set_placement, split_over_experts
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 # What a router is measured by in a micro-batch, behind the numbers of every expert.
@@ -162,7 +169,7 @@ class Router(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """x [s, b, hidden] (or its sequence shard) -> the same shape.
+    """x [s, b, hidden] (or its sequence shard) -> the same shape. Of the experts, this rank has those of `cp.experts`.
 
     grouped: whether all experts are one product. bias: fp32 [experts], see `choose_experts`. shares: fp32 [experts], of
     the global batch before, for the balance loss over steps. balance_weight, z_weight: of the router's losses, at first
@@ -178,10 +185,14 @@ class ExpertMLP(nn.Module):
         self.config, self.tp, self.cp, self.grouped = experts, tp, cp, grouped
         self.router = Router(config, experts.count, tp, f"{name}.router")
         width = config.expert_width
+        own_count = experts.count // cp.experts.size
+        first_number = cp.experts.rank * own_count
         self.experts = nn.ModuleList(
             _make_expert(config, width, tp, f"{name}.experts.{number}", recompute_core, own)
-            for number in range(experts.count)
+            for number in range(first_number, first_number + own_count)
         )
+        for weight in self.experts.parameters() if cp.experts.size > 1 else ():
+            split_over_experts(weight)
         shared_width = width * experts.shared
         self.shared = (
             _make_expert(config, shared_width, tp, f"{name}.shared", recompute_core, own)
@@ -224,7 +235,7 @@ class ExpertMLP(nn.Module):
             dropped_choices = len(all_tokens) * token_choices - len(dispatch.places)
             self._measure(routing, own_counts, dropped_choices, measured)
         sorted_rows = _TakeRows.apply(all_tokens, dispatch.places, token_choices)
-        expert_results = self._compute_experts(sorted_rows, dispatch.counts)
+        expert_results = self._reach_experts(sorted_rows, dispatch.counts)
         by_place = expert_results.new_zeros(len(all_tokens) * token_choices, expert_results.shape[-1])
         by_place = by_place.index_copy(0, dispatch.places, expert_results).view(
             len(all_tokens), token_choices, -1
@@ -234,8 +245,18 @@ class ExpertMLP(nn.Module):
             y = y + self.shared(all_tokens)
         return leave_tensor_region(y.view_as(entered_x), self.tp)
 
+    def _reach_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [m, hidden] of the tokens of each expert, side by side -> the experts' results, of the same shape, of
+        this rank's experts and those of others. Collective over the ranks that share them out."""
+        if self.cp.experts.size == 1:
+            return self._compute_experts(rows, counts)
+        row_exchange = count_rows(counts, self.cp.experts)
+        own_results = self._compute_experts(send_rows(rows, row_exchange), row_exchange.counts)
+        return return_rows(own_results, row_exchange)
+
     def _compute_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [m, hidden] of the tokens of each expert, side by side -> the experts' results, of the same shape."""
+        """rows [m, hidden] of the tokens of each of this rank's experts, side by side -> the experts' results, of the
+        same shape."""
         own_experts = [expert for expert in self.experts if isinstance(expert, MLP)]
         product_kinds = {part.product for expert in own_experts for part in (expert.gate_up, expert.down)}
         # What replaces a product, as FP8 and traces do, multiplies one matrix at a time.

@@ -16,7 +16,7 @@ from megastable.optim.adamw import AdamW, FusedAdamW
 from megastable.optim.muon import Muon
 from megastable.optim.ownership import is_orthogonalized
 from megastable.optim.pieces import SGD, PieceOptimizer
-from megastable.parallel.sharding import placement_of, shape_of
+from megastable.parallel.sharding import is_split, placement_of, shape_of
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     AdamW, FusedAdamW, StableAdamW, Spam, StableSpam, Adafactor, Lamb, SGD, Muon,
@@ -103,9 +103,12 @@ def settings_of(
 def parameter_groups(
     parameters: Iterable[Tensor], optimizer: OptimizerConfig, model: ModelConfig
 ) -> list[dict[str, Any]]:
-    """Groups of parameters with the same settings, none empty, in a fixed order: those that decay most come first."""
+    """Groups of parameters with the same settings, none empty, in a fixed order: those that decay most come first.
+    Those that only some data ranks have are apart: "split"."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for p in parameters:
         settings = settings_of(placement_of(p).name, shape_of(p), optimizer, model)
+        if is_split(p):
+            settings["split"] = True
         groups.setdefault(tuple(settings.values()), settings | {"params": []})["params"].append(p)
     return [group for _, group in sorted(groups.items(), key=lambda item: item[0], reverse=True)]

@@ -8,18 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import lcm
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the three axes; `world` ranks in all. context: number of data ranks that share their samples. replicas:
-    number of groups of neighbouring data ranks, over each of which ZeRO shares out the whole state."""
+    number of groups of neighbouring data ranks, over each of which ZeRO shares out the whole state. expert: number of
+    neighbouring data ranks that share out every block's experts."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     context: int = 1
     replicas: int = 1
+    expert: int = 1
+
+    @property
+    def team(self) -> int:
+        """Number of neighbouring data ranks that compute together: they share samples, or send tokens to experts."""
+        return lcm(self.context, self.expert)
 
     @property
     def shards(self) -> int:
@@ -44,18 +52,24 @@ class Layout:
         return (stage * self.data + data) * self.tensor + tensor
 
     def find_replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """All ranks that work on the samples of these: of every stage, tensor and context rank."""
-        sample_groups = {self.coordinates_of(rank)[1] // self.context for rank in ranks}
-        group_of = [self.coordinates_of(rank)[1] // self.context for rank in range(self.world)]
-        return tuple(rank for rank, group in enumerate(group_of) if group in sample_groups)
+        """All ranks that work on the samples of these: of every stage and tensor rank, and of a team."""
+        teams = {self.coordinates_of(rank)[1] // self.team for rank in ranks}
+        team_of = [self.coordinates_of(rank)[1] // self.team for rank in range(self.world)]
+        return tuple(rank for rank, team in enumerate(team_of) if team in teams)
 
     def list_groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "shard" (the
         data ranks of a replica), "replica" (the data ranks with the same shard), "copies" (these and their tensor
-        groups), "pipeline", or "tied" (the data ranks of a replica on the first and the last stage)."""
+        groups), "expert" (the data ranks that share out experts), "expert data" (those with the same experts),
+        "pipeline", or "tied" (the data ranks of a replica on the first and the last stage)."""
         s, d, t = range(self.pipeline), range(self.data), range(self.tensor)
         of_shard = [range(first, first + self.shards) for first in d[:: self.shards]]
         of_replica = [d[place :: self.shards] for place in range(self.shards)]
+        of_data = {
+            "shard": of_shard, "replica": of_replica,
+            "expert": [range(first, first + self.expert) for first in d[:: self.expert]],
+            "expert data": [d[place :: self.expert] for place in range(self.expert)],
+        }  # fmt: skip
         match axis:
             case "tensor":
                 return [[self.rank_at(i, j, k) for k in t] for i in s for j in d]
@@ -69,11 +83,11 @@ class Layout:
                     [self.rank_at(i, g * self.context + j, k) for j in c]
                     for i in s for g in range(self.samples) for k in t
                 ]  # fmt: skip
-            case "shard" | "replica":
-                data_groups = of_shard if axis == "shard" else of_replica
+            case "shard" | "replica" | "expert" | "expert data":
                 return [
-                    [self.rank_at(i, j, k) for j in members] for i in s for members in data_groups for k in t
-                ]
+                    [self.rank_at(i, j, k) for j in members]
+                    for i in s for members in of_data[axis] for k in t
+                ]  # fmt: skip
             case "copies":
                 return [
                     [self.rank_at(i, j, k) for j in members for k in t] for i in s for members in of_replica

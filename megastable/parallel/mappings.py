@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megastable.base.collectives import gather_objects
 from megastable.parallel.layout import find_own_tokens
-from megastable.parallel.topology import ContextParallel, TensorParallel
+from megastable.parallel.topology import ContextParallel, ExpertParallel, TensorParallel
 
 # torch 2.13 renamed both; older versions only have the second names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -330,6 +330,83 @@ def gather_tokens(x: Tensor, cp: ContextParallel) -> Tensor:
         for tokens, chunk in zip(own_tokens, part.chunk(len(own_tokens), 2), strict=True):
             whole_tensor[:, :, tokens.start : tokens.stop] = chunk
     return whole_tensor
+
+
+class RowExchange(NamedTuple):
+    """Of rows that are sent to the ranks with their experts. sent, received: how many rows go to each rank, and come
+    from it. order: int64 [received], the places of the received ones, in the order of this rank's experts and within
+    one in that of ranks. counts: int64 [own experts], how many each has."""
+
+    group: Any
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    counts: Tensor
+
+
+def count_rows(counts: Tensor, ep: ExpertParallel) -> RowExchange:
+    """Tell each rank how many rows come to each of its experts. counts: int64 [experts], of this rank's rows."""
+    sent_counts = counts.view(ep.size, -1)
+    received_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(received_counts, sent_counts, group=ep.group)
+    rows_by_rank = torch.stack((sent_counts.sum(1), received_counts.sum(1)))
+    row_experts = torch.arange(sent_counts.shape[1], device=counts.device).repeat(ep.size)
+    sent, received = rows_by_rank.tolist()  # waits for the GPU: a message's sizes are known to its host
+    row_experts = row_experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+    return RowExchange(
+        ep.group, sent, received, row_experts.argsort(stable=True), received_counts.sum(0)
+    )
+
+
+def _send_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
+    received_rows = rows.new_empty((len(exchange.order), rows.shape[1]))
+    dist.all_to_all_single(
+        received_rows, rows.contiguous(), exchange.received, exchange.sent, group=exchange.group
+    )
+    return received_rows.index_select(0, exchange.order)
+
+
+def _return_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
+    rows_by_rank = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    rows_by_rank.index_copy_(0, exchange.order, rows)
+    returned_rows = rows.new_empty((sum(exchange.sent), rows.shape[1]))
+    dist.all_to_all_single(
+        returned_rows, rows_by_rank, exchange.sent, exchange.received, group=exchange.group
+    )
+    return returned_rows
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _send_rows(rows, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _return_rows(grad, ctx.exchange), None
+
+
+class _ReturnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _return_rows(rows, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _send_rows(grad, ctx.exchange), None
+
+
+def send_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
+    """From a rank's rows [m, h], in the order of experts, to the rows of all ranks for this rank's experts, in their
+    order: one all-to-all in each pass."""
+    return _SendRows.apply(rows, exchange)
+
+
+def return_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
+    """Back from the results of this rank's experts to those of this rank's rows; the inverse of `send_rows`."""
+    return _ReturnRows.apply(rows, exchange)
 
 
 def begin_shift(x: Tensor, group: Any) -> Callable[[], Tensor]:

@@ -55,6 +55,20 @@ def set_placement(parameter: nn.Parameter, placement: Placement, size: int) -> N
     parameter.tensor_model_parallel = placement.dim is not None and size > 1  # type: ignore[attr-defined]
 
 
+SPLIT = "experts"  # DeepSpeed's name of the ranks that hold the same parameters
+
+
+def split_over_experts(parameter: nn.Parameter) -> None:
+    """Mark `parameter` as one that only some data ranks have, by the attributes in which DeepSpeed looks for it."""
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    parameter.group_name = SPLIT  # type: ignore[attr-defined]
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether only some data ranks have the parameter: see `split_over_experts`."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
     """The shape of this tensor rank's parameter, also where ZeRO 3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

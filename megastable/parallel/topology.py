@@ -5,7 +5,8 @@ so that a tensor group sits on neighbouring GPUs of one host. Context parallelis
 data-parallel ranks share their samples, each with a part of the tokens. The loss of a rank is the mean over its tokens,
 so averaging gradients over all data-parallel ranks averages over all tokens, and ZeRO, norms and checkpoints need no
 special case. Nor are replicas an axis: those of neighbouring data-parallel ranks share out the state, and the ranks of
-every replica that hold the same shard sum their gradients.
+every replica that hold the same shard sum their gradients. Nor is expert parallelism: neighbouring data-parallel ranks
+have an equal part of every block's experts each, and those with the same experts sum their gradients.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ class Channels(NamedTuple):
     gradients_around: Any
 
 
+class Sharing(NamedTuple):
+    """The data ranks over which ZeRO shares out a kind of parameters: their group and number, and this rank's place."""
+
+    group: Any
+    size: int
+    rank: int
+
+
 class Topology:
     """This rank's coordinates in a `Layout`, with its process groups. Collective: all ranks build it alike.
 
@@ -63,6 +72,17 @@ class Topology:
             )
             # The ranks of the shard group once more: what they send here keeps no order with what they send there.
             self.owner_group = self._make_own_group("shard")
+        self.experts = ALONE
+        self._sharing = [Sharing(self.shard_group, layout.shards, self.shard_rank)] * 2
+        if layout.expert > 1:
+            group_number, expert_rank = divmod(self.data_rank, layout.expert)
+            self.experts = ExpertParallel(self._make_own_group("expert"), layout.expert, expert_rank)
+            peer_group = self._make_own_group("expert data")
+            self._sharing[True] = Sharing(peer_group, layout.data // layout.expert, group_number)
+
+    def find_sharing(self, is_split: bool) -> Sharing:
+        """The data ranks that share out the state of parameters. is_split: those of `sharding.split_over_experts`."""
+        return self._sharing[is_split]
 
     def _make_own_group(self, axis: str, description: str | None = None) -> Any:
         """The new group along `axis` that this rank is in; None if it is in none. Collective.
@@ -116,16 +136,30 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
-class ContextParallel:
-    """Attention's view of the ranks that share a sample. `ContextParallel()`: this rank has whole samples.
+class ExpertParallel:
+    """A layer's view of the data ranks that share out experts, in equal parts. `ExpertParallel()`: all are here."""
 
-    ring: keys and values go round the ranks; else they exchange tokens for heads.
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+
+
+ALONE = ExpertParallel()
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """A layer's view of other data ranks: attention's of those that share a sample. `ContextParallel()`: this rank has
+    whole samples, and all experts.
+
+    ring: keys and values go round the ranks; else they exchange tokens for heads. experts: see `ExpertParallel`.
     """
 
     group: Any = None
     size: int = 1
     rank: int = 0
     ring: bool = False
+    experts: ExpertParallel = ALONE
 
     def find_own_tokens(self, length: int) -> tuple[range, ...]:
         """See `layout.find_own_tokens`."""

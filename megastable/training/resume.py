@@ -82,7 +82,7 @@ class Start:
             self.lineage = run_on_first(lambda: secrets.token_hex(8))
             timings = run_on_first(lambda: list_timings(run))
         data = deepspeed_json.size_of_data_parallel(config, world)
-        self.layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
+        self.layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas, p.expert)
         self.topology = Topology(self.layout, rank, config.run.timeout)
         self.ds_config = deepspeed_json.build_deepspeed_json(config, world)
         random.seed(config.run.seed + rank)

@@ -98,7 +98,8 @@ class NoiseScaleWatch(Watch):
 
     def __init__(self, config: RunConfig, engine: Engine, log: RunLog) -> None:
         rank_layout = engine.topology.layout
-        self.measures = engine.zero.local is not None and rank_layout.data > 1 and rank_layout.context == 1
+        # Of ranks that compute together, no gradient is that of a rank's own samples.
+        self.measures = engine.zero.local is not None and rank_layout.data > 1 and rank_layout.team == 1
         self._train, self._ranks, self.log = config.train, rank_layout.data, log
         self._apart, self._divided_by = engine.zero.sums_apart, engine.zero.divided_by
         self.state = NoiseScale()

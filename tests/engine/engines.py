@@ -22,7 +22,7 @@ def build_engine(c: RunConfig, **zero: Any) -> Any:
 
     world, p = dist.get_world_size(), c.parallel
     data = deepspeed_json.size_of_data_parallel(c, world)
-    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
+    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas, p.expert)
     json = deepspeed_json.build_deepspeed_json(c, world)
     json["zero_optimization"] |= zero
     return Engine(c, json, Topology(layout, dist.get_rank(), timeout=PATIENCE))

@@ -229,6 +229,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts-context2-zero2": (2, {"context": 2, "zero": 2, "model": EXPERTS}),
     "experts-zero3-dp2-selective": (2, {"zero": 3, "recompute": "selective", "model": SIGMOID}),
     "experts-tied-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "tied": True, "model": EXPERTS}),
+    "experts-ep2": (2, {"expert": 2, "model": EXPERTS | {"layers": 3}}),
+    "experts-ep2-dp4-zero2": (4, {"expert": 2, "zero": 2, "micro_batch": 1, "model": EXPERTS}),
+    "experts-ep4-grouped": (4, {"expert": 4, "model": EXPERTS, "kernels": {"experts": "grouped"}}),
+    "experts-sigmoid-ep2-tp2-sequence-full": (
+        4, {"expert": 2, "tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID},
+    ),
+    "experts-sigmoid-ep2-pp2-chunks": (
+        4, {"expert": 2, "pipeline": 2, "model_chunks": 2, "model": SIGMOID | {"layers": 4}},
+    ),
+    "experts-ep2-pp2-zero-bubble": (4, {"expert": 2, "pipeline": 2, "schedule": "zero_bubble", "model": EXPERTS}),
+    "experts-ep2-context2-selective": (4, {"expert": 2, "context": 2, "recompute": "selective", "model": EXPERTS}),
     "growing": (1, {"growing": True}),
     "growing-zero2-dp2": (2, {"growing": True, "zero": 2}),
     "growing-zero3-dp2": (2, {"growing": True, "zero": 3}),

@@ -443,7 +443,7 @@ def critical_stages(cut: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
 
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     p = config.parallel
-    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas)
+    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas, p.expert)
     cut = tuple(volume.stage_bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
     stage_numbers = critical_stages(cut, config.parallel.model_chunks)

@@ -43,7 +43,7 @@ ALONE = {
     "MASTER_PORT": "0",
 }  # fmt: skip
 LAYOUT = {
-    "tensor": 1, "pipeline": 1, "context": 1, "replicas": 1, "sequence": False, "tensor_overlap": 1,
+    "tensor": 1, "pipeline": 1, "context": 1, "replicas": 1, "expert": 1, "sequence": False, "tensor_overlap": 1,
     "schedule": "1f1b", "model_chunks": 1,
 }  # fmt: skip
 
