@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS
 from megastable.parallel.layout import Layout
-from megastable.parallel.sharding import placement_of
+from megastable.parallel.sharding import is_split, placement_of
 
 CHUNK = 1 << 20  # elements
 SLOTS = 8  # sums of checks, of the whole gradient
@@ -185,7 +185,9 @@ def _case(width: int, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 Named = dict[str, Tensor]
-COPIES, SHARDS = "copies", "shards"
+Of = TypeVar("Of")
+COPIES, EXPERTS, SHARDS = "copies", "copies of experts", "shards"
+WEIGHTS = {COPIES: "data", EXPERTS: "expert data"}  # kinds of weights in compute precision, and who holds them alike
 QUARTERS = 4
 COLUMNS = 2 * QUARTERS  # of a group
 MOST = 1 << 21  # ranks of a group
@@ -206,8 +208,9 @@ def are_equal(sums: Sequence[float], ranks: int) -> bool:
 
 class Replicas:
     """Of this rank. kinds: what is held alike, by kind, with the groups of ranks that hold it; the same on every
-    rank. The weights in compute precision are COPIES: the next update overwrites them, with what is wrong in them.
-    Masters and moments that another replica holds as well are SHARDS."""
+    rank. The weights in compute precision are COPIES, and EXPERTS where these are on some data ranks only: the next
+    update overwrites them, with what is wrong in them. Masters and moments that another replica holds as well are
+    SHARDS."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -215,7 +218,9 @@ class Replicas:
         self._held: dict[str, Callable[[], Named]] = {}
         self.kinds: dict[str, list[list[int]]] = {}
         if p.zero < 3 or engine.zero.replicated_parameters():  # ZeRO 3 leaves small ones whole
-            self._add(COPIES, "data", layout, self._weights)
+            self._add(COPIES, WEIGHTS[COPIES], layout, partial(self._list_weights, False))
+        if layout.expert > 1:
+            self._add(EXPERTS, WEIGHTS[EXPERTS], layout, partial(self._list_weights, True))
         if layout.replicas > 1:
             self._add(SHARDS, "replica", layout, lambda: self._list_pieces(whole_only=False))
         self._add("replicas", "tensor", layout, self._replicated)
@@ -228,8 +233,9 @@ class Replicas:
         if len(rank_groups[0]) > 1:
             self.kinds[kind], self._held[kind] = rank_groups, held
 
-    def _weights(self) -> Named:
-        return {placement_of(p).name: p.data for p in self.engine.zero.replicated_parameters()}
+    def _list_weights(self, of_experts: bool) -> Named:
+        parameters = self.engine.zero.replicated_parameters()
+        return {placement_of(p).name: p.data for p in parameters if is_split(p) == of_experts}
 
     def _list_pieces(self, whole_only: bool) -> Named:
         """Masters and moments of this rank; whole_only: of parameters that tensor parallelism does not split."""
@@ -260,15 +266,27 @@ class Replicas:
         return next((i for i, ranks in enumerate(self.kinds[kind]) if rank in ranks), None)
 
     def fingerprint_kind(self, kind: str, known: Mapping[str, Marks] = MappingProxyType({})) -> Tensor:
-        """int64 []: of all that this rank holds of the kind, which must be something. known: marks of flat weights
-        (COPIES), of masters and moments (SHARDS), if there are any."""
+        """int64 []: of all that this rank holds of the kind. known: marks of flat weights
+        (COPIES, EXPERTS), of masters and moments (SHARDS), if there are any."""
         # Hundreds of small tensors take longer than a few large ones.
-        is_flat = kind == COPIES and self.engine.config.parallel.zero < 3
+        is_flat = kind in WEIGHTS and self.engine.config.parallel.zero < 3
         if kind in known and (is_flat or kind == SHARDS):
-            return fingerprint_tensors(
-                [torch.stack([known_mark.value for known_mark in known[kind].values()])]
-            )
-        return fingerprint_tensors(self.engine.zero.flat_weights if is_flat else self._held[kind]().values())
+            known_marks = [known_mark.value for known_mark in known[kind].values()]
+            held = [torch.stack(known_marks)] if known_marks else []
+        elif is_flat:
+            held = self.choose_flat(kind, self.engine.zero.flat_weights)
+        else:
+            held = list(self._held[kind]().values())
+        if not held:  # a stage without experts
+            return torch.zeros((), dtype=torch.int64, device=self.engine.device)
+        return fingerprint_tensors(held)
+
+    def choose_flat(self, kind: str, flat: Sequence[Of]) -> list[Of]:
+        """Of what there is for each of the flat weights, that for those of a kind of `WEIGHTS`."""
+        if self.engine.topology.layout.expert == 1:
+            return list(flat) if kind == COPIES else []
+        pairs = zip(flat, self.engine.optimizer.param_groups, strict=True)
+        return [one for one, of in pairs if of.get("split", False) == (kind == EXPERTS)]
 
     def fingerprint_by_name(self, kind: str) -> dict[str, int]:
         """The fingerprint of every tensor of the kind that this rank holds."""

@@ -18,7 +18,7 @@ from megastable.base.fingerprint import Marks, compare_marks, mark_of, marks_of
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.engine.rank_checks import COPIES, SHARDS, Replicas, are_equal, split_fingerprint
+from megastable.engine.rank_checks import COPIES, EXPERTS, SHARDS, WEIGHTS, Replicas, are_equal, split_fingerprint
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultLog, HardwareFault
 from megastable.run.events.stability_events import ReplicasDiffer, StateChanged, WrongCopy
@@ -196,11 +196,13 @@ class ReplicaWatch(Watch):
         if sealed_marks is None or self._state.weights is None:
             return {}
         shard_marks = {name: mark for name, mark in sealed_marks.items() if name.split("/")[-1] in KINDS}
-        return {COPIES: self._state.weights, SHARDS: shard_marks}
+        flat_marks = list(self._state.weights.items())
+        weight_marks = {kind: dict(self.replicas.choose_flat(kind, flat_marks)) for kind in WEIGHTS}
+        return weight_marks | {SHARDS: shard_marks}
 
     def _due(self, step: int) -> list[str]:
         """The kinds that are compared after `step`, before the next update: those that are read anyway always."""
-        known_kinds = [COPIES, SHARDS] if self._state.on else [COPIES]
+        known_kinds = [*WEIGHTS, SHARDS] if self._state.on else [*WEIGHTS]
         compared_kinds = self.replicas.kinds if self.every else ()
         return [
             copy_kind for copy_kind in compared_kinds if copy_kind in known_kinds or step % self.every == 0
@@ -298,10 +300,10 @@ class ReplicaWatch(Watch):
         source_ranks = set(holders)
         for ranks in self.replicas.engine.topology.layout.list_groups("data"):
             sources_here = source_ranks.intersection(ranks)
-            # Every replica adds the same gradients to its shard.
-            are_compared = any(
-                each.held.keys() >= (sources_here if each.kind == SHARDS else {*ranks}) for each in differing
-            )
+            # Every replica adds the same gradients to its shard; only ranks with the same experts have their gradients.
+            are_compared = any(each.held.keys() >= {*ranks} for each in differing) or sources_here <= {
+                rank for each in differing if each.kind in (SHARDS, EXPERTS) for rank in each.held
+            }
             if sources_here and not are_compared:
                 source_ranks.update(ranks)
         return sorted(source_ranks)

@@ -35,6 +35,7 @@ def introduce_run(config: RunConfig, engine: Engine, run: Path, peak: float, pea
     """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
+    context += f" (experts over {layout.expert})" if layout.expert > 1 else ""
     replicas = f" in {layout.replicas} replicas" if layout.replicas > 1 else ""
     same_bits = "may differ in the last bits (run.deterministic=true: the same bits)"
     if is_exact(c.run.deterministic, engine.device):

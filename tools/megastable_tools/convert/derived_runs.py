@@ -120,7 +120,7 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     invalid one, naming every key in the way.
 
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
-    what data-parallel ranks and heads allow, replicas to what ranks and ZeRO do; what orders the passes of stages is
+    what data-parallel ranks and heads allow, replicas and expert parallelism to what ranks and ZeRO do; what orders the passes of stages is
     left out without them, model chunks also where there are too few blocks. A micro-batch must divide a rank's
     share of the global batch.
     """
@@ -131,9 +131,10 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     sequence = run.parallel.sequence and tensor > 1
     context = gcd(run.parallel.context, data, run.model.heads // max(tensor, 1))
     replicas = gcd(run.parallel.replicas, data) if zero == 1 else 1
+    expert = gcd(run.parallel.expert, data) if zero < 3 else 1
     recipe_tree["parallel"] |= {
         "tensor": tensor, "pipeline": pipeline, "zero": zero, "sequence": sequence, "context": context,
-        "replicas": replicas,
+        "replicas": replicas, "expert": expert,
     }  # fmt: skip
     if not sequence:
         recipe_tree["parallel"]["tensor_overlap"] = 1
@@ -471,7 +472,7 @@ def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunSt
     """The state of a run that has read no data yet; `given` sets further fields."""
     p = run.parallel
     start_layout = LayoutState(
-        tensor=p.tensor, pipeline=p.pipeline, context=p.context, replicas=p.replicas, zero=p.zero,
-        precision=run.precision.kind, data=deepspeed_json.size_of_data_parallel(run, p.least_ranks),
+        tensor=p.tensor, pipeline=p.pipeline, context=p.context, replicas=p.replicas, expert=p.expert,
+        zero=p.zero, precision=run.precision.kind, data=deepspeed_json.size_of_data_parallel(run, p.least_ranks),
     )  # fmt: skip
     return RunState(order_fingerprint=order_fingerprint, layout=start_layout, **given)

@@ -51,7 +51,7 @@ from megastable.model.loss import Features, LossFunction, project_in_chunks
 from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layers import ColumnParallelBias, RowParallelLinear
 from megastable.parallel.layout import Layout
-from megastable.parallel.sharding import placement_of
+from megastable.parallel.sharding import is_split, placement_of
 from megastable.parallel.topology import Topology
 from megastable.training import rank_process
 from megastable.training.startup import open_data
@@ -82,10 +82,13 @@ class OperationWatch:
         self.engine, self.request, self._folder = engine, request, folder
         self._blocks, self._rank = engine.config.model.layers, engine.topology.rank
         self._whole = engine.topology.tensor_rank == 0 or engine.tp.sequence
-        # Of the copies that ranks hold of a parameter one counts: the first data rank's; of ZeRO 3 the partitions.
+        # Of the copies that ranks hold of a parameter one counts: the first data rank's that has it; of ZeRO 3 the
+        # partitions.
         t, zero_stage = engine.topology, engine.config.parallel.zero
         self._copies_counted = {
-            placement_of(p).name: t.data_rank == 0 and zero_stage < 3 and counted_once(p, t)
+            placement_of(p).name: t.data_rank < (t.layout.expert if is_split(p) else 1)
+            and zero_stage < 3
+            and counted_once(p, t)
             for p in engine.ds.module.parameters()
         }
         self.step, self.planted = START, False
@@ -354,9 +357,8 @@ def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None
     request = TraceRequest.load_request(folder)
     config, corpora = open_data(config)
     world, p = dist.get_world_size(), config.parallel
-    layout = Layout(
-        p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(config, world), p.context, p.replicas
-    )
+    data = deepspeed_json.size_of_data_parallel(config, world)
+    layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas, p.expert)
     topology = Topology(layout, dist.get_rank(), config.run.timeout)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.run.seed + topology.rank)  # as a run does
