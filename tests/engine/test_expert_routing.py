@@ -19,6 +19,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence-full": (2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     "pp2": (2, {"pipeline": 2}),
     "context2": (2, {"context": 2}),
+    "ep2": (2, {"expert": 2}),
+    "ep2-dp4-zero2": (4, {"expert": 2, "zero": 2, "micro_batch": 1}),
+    "ep2-tp2-sequence": (4, {"expert": 2, "tensor": 2, "sequence": True}),
 }
 
 

@@ -26,9 +26,9 @@ from megastable.parallel.layout import Layout
 SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
 
 
-def rank(d: int, ranks: int, tensor: int = 0) -> LocalGradients:
+def rank(d: int, ranks: int, tensor: int = 0, expert: int = 1) -> LocalGradients:
     topology: Any = SimpleNamespace(
-        layout=Layout(tensor=2, data=ranks), data_rank=d, shard_rank=d, stage=0, tensor_rank=tensor
+        layout=Layout(tensor=2, data=ranks, expert=expert), data_rank=d, shard_rank=d, stage=0, tensor_rank=tensor
     )
     return LocalGradients(topology, torch.device("cpu"))
 
@@ -119,6 +119,24 @@ def test_buckets_that_are_under_way_together_are_as_one_after_the_other() -> Non
         others = torch.cat([sums[n] - sent[d][n] for n, owner in enumerate(owners) if owner == d])
         assert row.dot == pytest.approx(float(own.double() @ others.double()), rel=1e-4)
         assert abs(row.excess) < bound_rounding(row.slices, ranks)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
+def test_columns_of_experts_are_of_the_ranks_that_have_them(wrong: int | None) -> None:
+    """Two of four ranks have the same experts, and sum their gradients; all sum those of other layers."""
+    watching = [rank(d, 4, expert=2) for d in range(4)]
+    for seed, group in enumerate([(0, 1, 2, 3), (0, 2), (1, 3)]):
+        sent = {d: torch.randn(5 * ROW, generator=torch.Generator().manual_seed(10 * seed + d)) for d in group}
+        for place, receiver in enumerate(group):
+            for d in group:
+                watching[d].measure_bucket_before_sum(sent[d], place, is_split=len(group) == 2)
+            total = sum(sent.values(), torch.zeros(5 * ROW))
+            if receiver == wrong and len(group) == 2:
+                total[7] += 1e-2
+            watching[receiver].measure_after_sum([total])
+    found = read_columns(torch.stack([local.make_columns() for local in watching]).sum(0).tolist())
+    assert find_wrong_sums(found) == ([] if wrong is None else [wrong])
+    assert all(row.own > 0 and row.others > 0 for row in found)
 
 
 def flipped(bit: int) -> Callable[[list[list[Tensor]]], None]:

@@ -95,6 +95,28 @@ def test_replicas_are_neighbours_and_the_ranks_of_a_shard_one_of_each(
             assert len({(data // shards, rank) for _, data, rank in ends}) == 1
 
 
+@settings(deadline=None)
+@given(*[st.integers(1, 4)] * 5)
+def test_expert_ranks_are_neighbours_and_those_with_the_same_experts_one_of_each(
+    tensor: int, pipeline: int, groups: int, expert: int, context: int
+) -> None:
+    layout = Layout(tensor, pipeline, groups * expert * context, context, expert=expert)
+    sizes = {"expert": expert, "expert data": groups * context}
+    for axis, size in sizes.items():
+        of_axis = layout.list_groups(axis)
+        assert sorted(rank for group in of_axis for rank in group) == list(range(layout.world))
+        assert {len(group) for group in of_axis} == {size} and all(group == sorted(group) for group in of_axis)
+        for group in of_axis:
+            stages, data, ranks = zip(*map(layout.coordinates_of, group), strict=True)
+            assert len({*stages}) == len({*ranks}) == 1
+            assert len({rank // expert if axis == "expert" else rank % expert for rank in data}) == 1
+    # Whoever shares samples or experts with a rank is in its team, and so are their samples' and experts' ranks.
+    for rank in range(layout.world):
+        team = set(layout.find_replicas([rank]))
+        for axis in ("expert", "context", "tensor", "pipeline"):
+            assert team >= {other for group in layout.list_groups(axis) if team & {*group} for other in group}
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 3, 4), (4, 2, 1), (1, 4, 2), (8, 8, 8)])
 def test_layout_agrees_with_deepspeed(
     tensor: int, pipeline: int, data: int, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +136,7 @@ def test_layout_agrees_with_deepspeed(
 
 def test_groups_of_both_ends_of_the_pipeline_and_of_an_unknown_axis() -> None:
     assert Layout(tensor=2, pipeline=3, data=2).list_groups("tied") == [[0, 2, 8, 10], [1, 3, 9, 11]]
-    with pytest.raises(ValueError, match="expert"):
+    with pytest.raises(ValueError, match="row"):
         Layout().list_groups("row")
 
 

@@ -64,6 +64,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "branch-yarn-tp2": (2, {"parallel": {"tensor": 2}, "model": {"norms": "branch", "branch_steps": 5}}),
     "mup-zero3-dp2": (2, {"parallel": {"zero": 3}, "model": {"mup": {"base_width": 8, "base_layers": 1}}}),
     "experts-pp2": (2, {"parallel": {"pipeline": 2}, "model": {"experts": EXPERTS}}),
+    "experts-ep2": (2, {"parallel": {"expert": 2}, "model": {"experts": EXPERTS}}),
+    "experts-ep2-dp4-zero2": (4, {"parallel": {"expert": 2, "zero": 2}, "model": {"experts": EXPERTS}}),
+    "experts-ep2-adafactor": (
+        2, {"parallel": {"expert": 2}, "optimizer": {"name": "adafactor"}, "model": {"experts": EXPERTS}},
+    ),
     # Resets of optimizers after the stop, and within a period; clipping at every update.
     "sgd-dp2": (2, {"optimizer": {"name": "sgd"}}),
     "lamb-dp2": (2, {"optimizer": {"name": "lamb"}}),
@@ -149,12 +154,20 @@ def test_a_run_goes_on_with_another_number_of_replicas(
 
 
 @pytest.mark.slow
-def test_experts_go_on_in_another_layout(corpus: Path, tmp_path: Path) -> None:
-    """From two stages to two tensor ranks: the loss of a run that was never moved, and the same number of updates."""
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((2, {"pipeline": 2}), (2, {"tensor": 2})), ((2, {"expert": 2}), (1, {})), ((1, {}), (4, {"expert": 4})),
+     ((4, {"expert": 2, "zero": 2}), (4, {"expert": 2, "pipeline": 2})),
+     ((2, {"tensor": 2}), (4, {"expert": 2, "tensor": 2}))],
+)  # fmt: skip
+def test_experts_go_on_in_another_layout(
+    old: tuple[int, dict[str, int]], new: tuple[int, dict[str, int]], corpus: Path, tmp_path: Path
+) -> None:
+    """The loss of a run that was never moved, and the same number of updates."""
     model = dict(tiny(corpus, tmp_path).model) | {"experts": EXPERTS}
 
     def at(run: str, steps: int, **parallel: int) -> RunConfig:
-        train = {"steps": steps, "global_batch": 8, "micro_batch": 4, "eval_samples": 8, "eval_interval": 0}
+        train = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0}
         rate = {"warmup_steps": 2, "total_steps": 20}
         precision = {"kind": "fp32"}
         return tiny(
@@ -167,9 +180,9 @@ def test_experts_go_on_in_another_layout(corpus: Path, tmp_path: Path) -> None:
             precision=precision,
         )
 
-    run_ranks(2, train, at("straight", END, pipeline=2))
-    run_ranks(2, train, at("moved", STOP, pipeline=2))
-    run_ranks(2, train, at("moved", END, tensor=2))
+    run_ranks(old[0], train, at("straight", END, **old[1]))
+    run_ranks(old[0], train, at("moved", STOP, **old[1]))
+    run_ranks(new[0], train, at("moved", END, **new[1]))
     straight, moved = (records.read_newest_records(tmp_path / r / "steps") for r in ("straight", "moved"))
     assert moved.column("loss").to_pylist() == pytest.approx(straight.column("loss").to_pylist(), rel=1e-4)
     straight_bias, moved_bias, bias_at_stop = (
