@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
     "context2": (2, {"context": 2}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
     "replicas2": (2, {"replicas": 2}), "replicas3-dp6": (6, {"replicas": 3}),
+    "experts2-dp6": (6, {"expert": 2}), "experts2-zero2": (2, {"expert": 2, "zero": 2}),
 }  # fmt: skip
 # By name: the watches of the recipe, so that this one is the first to see a fault; its batch and micro-batch.
 WATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -58,7 +59,8 @@ def recipe(corpus: Path, run: Path, layout: str, watch: str, steps: int = LAST, 
         train={"steps": steps, "global_batch": batch, "micro_batch": micro, "eval_samples": 0},
         schedule={"warmup_steps": 5, "total_steps": steps}, checkpoint={"interval": steps},
         stability={"hardware": hardware, "snapshots": {"interval": every}},
-        model={"layers": 4 if layout == "pp2-chunks" else 2},
+        model={"layers": 4 if layout == "pp2-chunks" else 2}
+        | ({"experts": {"count": 4, "top_k": 2, "ffn": 128}} if "experts" in layout else {}),
     )  # fmt: skip
 
 
@@ -185,8 +187,9 @@ def flip_sum(bit: int) -> None:
     LocalGradients.measure_after_sum = received  # type: ignore[method-assign,assignment]
 
 
-def flip_memory(place: str, steps: Sequence[int] = (STEP,), bit: int = 0) -> None:
-    """A bit, the lowest, of one element before these steps, each done for the first time or again."""
+def flip_memory(place: str, steps: Sequence[int] = (STEP,), bit: int = 0, group: int = 0) -> None:
+    """A bit, the lowest, of one element of a parameter group before these steps, each done for the first time or again.
+    Of a model with experts the routers are the first group, and experts that few ranks have the second."""
     import torch
 
     from megastable.engine.engine import Engine
@@ -198,9 +201,9 @@ def flip_memory(place: str, steps: Sequence[int] = (STEP,), bit: int = 0) -> Non
         if not self._probing and left and self.ds.global_steps + 1 >= left[0]:
             left.pop(0)
             state = (
-                self.zero.flat_weights[0]
+                self.zero.flat_weights[group]
                 if place == "weight"
-                else self.optimizer_state()[f"0/{kinds[place]}"]
+                else self.optimizer_state()[f"{group}/{kinds[place]}"]
             )
             flat = state.view(-1)
             flat[7:8].view(torch.int16 if flat.element_size() == 2 else torch.int32).bitwise_xor_(1 << bit)
@@ -437,6 +440,7 @@ FOUND = [
     gradients("zero3", "scaled", 1), gradients("zero3-dp3", "mantissa", 1), gradients("fp32", "exponent", 1),
     gradients("tp2-dp2", "sign", 2), gradients("pp2-dp2", "stale", 1), gradients("tp2", "negated", 0),
     gradients("pp2", "zero", 1), gradients("replicas3-dp6", "sign", 3), gradients("replicas3-dp6", "negated", 4),
+    gradients("experts2-dp6", "sign", 3), gradients("experts2-dp6", "negated", 4),
     ("gradients", "pp2", spoil_input_gradient, 1, GradientsDoubted, {"step": STEP, "ranks": [1]}, STEP),
     ("gradients", "pp2-chunks", spoil_input_gradient, 1, GradientsDoubted, {"step": STEP, "ranks": [1]}, STEP),
     state("one", "weight"), state("dp2", "master"), state("zero2", "moment"), state("zero3", "weight"),
@@ -447,6 +451,8 @@ FOUND = [
      {"step": STEP - 1, "proven": STEP - 2, "ranks": [1]}, STEP - 1),
     ("copies", "zero2", partial(flip_memory, "weight"), 1, ReplicasDiffer, {"step": STEP - 1, "ranks": []}, STEP - 1),
     ("copies", "dp3", partial(flip_snapshot, True), 1, ReplicasDiffer, {"step": STEP - 1, "ranks": [1]}, STEP - 1),
+    ("copies", "experts2-dp6", partial(flip_memory, "weight", group=1), 3, ReplicasDiffer,
+     {"step": STEP - 1, "proven": STEP - 2, "ranks": [3]}, STEP - 1),
     # A shard is compared with the other replicas' when it is read anyway, or at the interval. What the other rank of
     # the replica has gathered of it is not that rank's fault.
     ("messages", "replicas3-dp6", flip_update, 3, ReplicasDiffer,
@@ -497,6 +503,8 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
         "tp2-dp2",
         "context2",
         "replicas3-dp6",
+        "experts2-dp6",
+        "experts2-zero2",
     ],
 )
 def test_watches_change_no_byte_and_blame_no_sound_rank(layout: str, corpus: Path, tmp_path: Path) -> None:
