@@ -52,7 +52,8 @@ def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -
     """ConfigError if a rank's even share of the weights alone is more than the memory of its device: before torch fails
     at one of them with a traceback, or the host begins to end processes."""
     sharing_ranks = layout.world if config.parallel.zero == 3 else layout.tensor * layout.pipeline
-    needed_bytes = matrix_elements(config.model) * DTYPES[config.precision.kind].itemsize // sharing_ranks
+    rank_elements = matrix_elements(config.model, layout.expert)
+    needed_bytes = rank_elements * DTYPES[config.precision.kind].itemsize // sharing_ranks
     on_gpu = device.type == "cuda"
     device_memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_bytes()
     if needed_bytes > device_memory:
@@ -62,7 +63,7 @@ def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -
             f"{'a GPU' if on_gpu else 'this host'} has {device_memory / GIB:.3g} GiB: lower model.layers={m.layers}, "
             f"model.hidden={m.hidden}, model.head_dim={m.head_width}, model.ffn={m.ffn_width}, "
             f"model.vocab_size={m.vocab_size} or model.vocab_multiple={m.vocab_multiple}, or share the model out over "
-            "more ranks by parallel.tensor, parallel.pipeline or parallel.zero=3"
+            "more ranks by parallel.tensor, parallel.pipeline or parallel.zero=3, and experts by parallel.expert"
         )
 
 

@@ -11,8 +11,8 @@ these parts, so the pieces of a bucket differ in size, and most are empty. With 
 arXiv:2304.11277 section 3.2.2) a bucket is summed in even slices, inside each replica first, then each slice over the
 ranks that have the same one, so that all links between hosts are in use; and what belongs to another rank goes to it,
 inside the replica. Gradients of experts that only some data ranks have are in buckets of their own, which these ranks
-sum, and are divided like all others: they are of the tokens of all ranks. Every message has a group of its own: it waits for the one before it of the same bucket, and holds
-up no other bucket.
+sum, and are divided like all others: they are of the tokens of all ranks. Every message has a group of its own: it
+waits for the one before it of the same bucket, and holds up no other bucket.
 """
 
 from __future__ import annotations

@@ -216,11 +216,16 @@ def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) 
     seen_by = tuple(seeing_rank for seeing_rank, sighting in sightings if sighting.order == first.order)
     rank_place = _place(engine, rank, host_names[rank])
     # Every rank has another part of the batch; the losses cover the whole.
-    positions = gather_objects(micro_batches[first.micro_batch].positions.tolist())[rank]
+    rank_positions = gather_objects(micro_batches[first.micro_batch].positions.tolist())
     layout = engine.topology.layout
-    batch_shape = (len(micro_batches), layout.samples, len(positions))
-    sample_rank = rank_place["data_rank"] // layout.context
-    losses = measured.losses.view(batch_shape)[first.micro_batch, sample_rank].tolist()
+    batch_shape = (len(micro_batches), layout.samples, len(rank_positions[rank]))
+    # An expert computes tokens of all ranks that send it some.
+    sender_count = layout.expert if ".mlp.experts." in first.layer else 1
+    first_sender = rank_place["data_rank"] // sender_count * sender_count
+    sample_ranks = sorted({d // layout.context for d in range(first_sender, first_sender + sender_count)})
+    senders = (layout.rank_at(0, sample_rank * layout.context, 0) for sample_rank in sample_ranks)
+    positions = [position for sender in senders for position in rank_positions[sender]]
+    losses = measured.losses.view(batch_shape)[first.micro_batch, sample_ranks].flatten().tolist()
     bad_positions = [at for at, loss in zip(positions, losses, strict=True) if not math.isfinite(loss)]
     pass_direction: Kind = "backward" if first.backward else "forward"
     sentence = (

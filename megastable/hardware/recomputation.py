@@ -151,9 +151,7 @@ class Recomputation:
         if ranks := tuple(rank for rank, product_text in enumerate(wrong_products) if product_text):
             return GradientFault(ranks, True, True, wrong_products[ranks[0]], product=True), rank_notes
         rank_layout, by_rank = self._layout, dict(enumerate(of_ranks))
-        return find_fault(
-            by_rank, rank_layout.list_groups("data"), rank_layout.team, self._exact
-        ), rank_notes
+        return find_fault(by_rank, rank_layout.list_groups("data"), rank_layout.team, self._exact), rank_notes
 
     def make_fault(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:
         """What is proven, as a fault since the step after `after`. why: begins the reason."""

@@ -18,7 +18,15 @@ from megastable.base.fingerprint import Marks, compare_marks, mark_of, marks_of
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.engine.rank_checks import COPIES, EXPERTS, SHARDS, WEIGHTS, Replicas, are_equal, split_fingerprint
+from megastable.engine.rank_checks import (
+    COPIES,
+    EXPERTS,
+    SHARDS,
+    WEIGHTS,
+    Replicas,
+    are_equal,
+    split_fingerprint,
+)
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultLog, HardwareFault
 from megastable.run.events.stability_events import ReplicasDiffer, StateChanged, WrongCopy
@@ -197,8 +205,10 @@ class ReplicaWatch(Watch):
             return {}
         shard_marks = {name: mark for name, mark in sealed_marks.items() if name.split("/")[-1] in KINDS}
         flat_marks = list(self._state.weights.items())
-        weight_marks = {kind: dict(self.replicas.choose_flat(kind, flat_marks)) for kind in WEIGHTS}
-        return weight_marks | {SHARDS: shard_marks}
+        known: dict[str, Marks] = {SHARDS: shard_marks}
+        for kind in WEIGHTS:
+            known[kind] = dict(self.replicas.choose_flat(kind, flat_marks))
+        return known
 
     def _due(self, step: int) -> list[str]:
         """The kinds that are compared after `step`, before the next update: those that are read anyway always."""

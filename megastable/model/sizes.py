@@ -123,10 +123,15 @@ def block_cost(c: ModelConfig, block: int) -> float:
     return c.hidden * (projection_width + mlp_columns) + 2 * seen_keys * c.heads * c.head_width
 
 
-def matrix_elements(c: ModelConfig) -> int:
-    """Elements of the model's matrices: all of its weights but those of the norms and biases, which are few."""
+def matrix_elements(c: ModelConfig, expert: int = 1) -> int:
+    """Elements of the model's matrices: all of its weights but those of the norms and biases, which are few. expert: of
+    them, those of one of so many ranks that share out the experts."""
     attention_columns = c.head_width * 2 * (c.heads + c.key_value_heads)
     block_elements = c.layers * c.hidden * attention_columns + _mlp_elements(c)
+    if c.experts is not None:
+        block_elements -= (
+            3 * c.hidden * c.expert_width * c.expert_blocks * (c.experts.count - c.experts.count // expert)
+        )
     return block_elements + c.hidden * c.padded_vocab * (1 if c.tied else 2)
 
 

@@ -353,9 +353,7 @@ def count_rows(counts: Tensor, ep: ExpertParallel) -> RowExchange:
     row_experts = torch.arange(sent_counts.shape[1], device=counts.device).repeat(ep.size)
     sent, received = rows_by_rank.tolist()  # waits for the GPU: a message's sizes are known to its host
     row_experts = row_experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
-    return RowExchange(
-        ep.group, sent, received, row_experts.argsort(stable=True), received_counts.sum(0)
-    )
+    return RowExchange(ep.group, sent, received, row_experts.argsort(stable=True), received_counts.sum(0))
 
 
 def _send_rows(rows: Tensor, exchange: RowExchange) -> Tensor:

@@ -28,7 +28,11 @@ SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in 
 
 def rank(d: int, ranks: int, tensor: int = 0, expert: int = 1) -> LocalGradients:
     topology: Any = SimpleNamespace(
-        layout=Layout(tensor=2, data=ranks, expert=expert), data_rank=d, shard_rank=d, stage=0, tensor_rank=tensor
+        layout=Layout(tensor=2, data=ranks, expert=expert),
+        data_rank=d,
+        shard_rank=d,
+        stage=0,
+        tensor_rank=tensor,
     )
     return LocalGradients(topology, torch.device("cpu"))
 
@@ -126,7 +130,9 @@ def test_columns_of_experts_are_of_the_ranks_that_have_them(wrong: int | None) -
     """Two of four ranks have the same experts, and sum their gradients; all sum those of other layers."""
     watching = [rank(d, 4, expert=2) for d in range(4)]
     for seed, group in enumerate([(0, 1, 2, 3), (0, 2), (1, 3)]):
-        sent = {d: torch.randn(5 * ROW, generator=torch.Generator().manual_seed(10 * seed + d)) for d in group}
+        sent = {
+            d: torch.randn(5 * ROW, generator=torch.Generator().manual_seed(10 * seed + d)) for d in group
+        }
         for place, receiver in enumerate(group):
             for d in group:
                 watching[d].measure_bucket_before_sum(sent[d], place, is_split=len(group) == 2)

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from megastable.model.gpt import Block
 from megastable.run.directory import as_json
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.engine.engines import are_same, copy_state
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
 from tests.engine.test_gate import start_of
+from tests.parallel.test_layouts import EXPERTS, batches, config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence-selective": (2, {"parallel": {"tensor": 2, "sequence": True, "recompute": "selective"}}),
@@ -246,3 +248,38 @@ def test_see_keeps_what_comes_first() -> None:
         watch.see_tensor(bad, micro_batch, backward, layer, "output")
     watch.see_tensor(fine, 0, False, "embedding", "input")
     assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", len(seen))
+
+
+def spread_over_rows(row: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A module's result: `row`, once for every token of x; of which it depends."""
+    return row * x.sum(1, keepdim=True)
+
+
+def spoil_expert() -> dict[str, Any]:
+    """The diagnosis of a step in which the last rank's last expert gives NaN, and this rank's samples."""
+    from megastable.parallel.sharding import placement_of
+
+    engine = build_engine(config(expert=2, micro_batch=1, model=EXPERTS))
+    batch = take_batch(engine, batches()[0])
+    name, spoilt = f"{LAST}.mlp.experts.3.down", contextlib.ExitStack()
+    for module in engine.ds.module.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and placement_of(weight).name == f"{name}.weight":
+            nothing = torch.full((1, 32), math.nan)
+            if engine.topology.data_rank == 3:
+                give_nothing = partial(spread_over_rows, nothing)
+                spoilt.enter_context(replace_attribute(module, "forward", give_nothing))
+    with spoilt:
+        engine.train_step(batch, 1e-3, lambda m: m.finite)
+        found = locators.locate_first_nonfinite(engine, batch)
+    return {"found": found, "positions": batch[0].positions.tolist()}
+
+
+@pytest.mark.slow
+def test_an_expert_has_samples_of_all_ranks_that_send_it_tokens() -> None:
+    ranks = run_ranks(4, spoil_expert)
+    for rank in ranks:
+        found = rank["found"]
+        assert (found.kind, found.layer, found.rank) == ("forward", f"{LAST}.mlp.experts.3.down", 3)
+        assert list(found.positions) == ranks[2]["positions"] + ranks[3]["positions"]
+        assert len(found.losses) == 2 and not any(map(math.isfinite, found.losses))

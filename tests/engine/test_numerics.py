@@ -147,8 +147,8 @@ def test_choose_says_what_cannot_be_had(parts: dict[str, Any], note: str) -> Non
     assert found.attention == "blocked" and found.compile is False and found.fp8 in ("off", "emulated")
 
 
-def check(layers: int, layout: Layout, zero: int = 1) -> None:
-    model = {"layers": layers, "hidden": 64, "heads": 4, "vocab_size": 250}
+def check(layers: int, layout: Layout, zero: int = 1, model: dict[str, Any] | None = None) -> None:
+    model = {"layers": layers, "hidden": 64, "heads": 4, "vocab_size": 250} | (model or {})
     config = RunConfig.model_validate({"model": model, "parallel": {"zero": zero}})
     check_weights_fit(config, layout, torch.device("cpu"))
 
@@ -163,3 +163,9 @@ def test_check_weights_fit_refuses_weights_beyond_memory() -> None:
     for layout in (one, data):
         with pytest.raises(ConfigError, match=f"lower model.layers={layers}, .* parallel.tensor"):
             check(layers, layout)
+    # One of two experts of each block, of the size of its MLP: with attention less than two thirds of the weights.
+    both = {"experts": {"count": 2, "top_k": 1, "normalize": False}}
+    for expert, blocks in ((1, 0.4 * layers), (2, 0.7 * layers)):
+        check(int(blocks), Layout(data=2, expert=expert), model=both)
+        with pytest.raises(ConfigError, match=r"experts by parallel\.expert"):
+            check(int(1.8 * blocks), Layout(data=2, expert=expert), model=both)

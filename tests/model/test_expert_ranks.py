@@ -59,7 +59,10 @@ def compare_with_whole(keys: dict[str, Any], grouped: bool) -> dict[str, Any]:
         found["messages"].append(messages.copy())
         y.backward(upstream)
         found["messages"].append(messages.copy())
-        found[kind] = {placement_of(p).name: p.grad for p in mlp.parameters()} | {"y": y.detach(), "x": x.grad}
+        found[kind] = {placement_of(p).name: p.grad for p in mlp.parameters()} | {
+            "y": y.detach(),
+            "x": x.grad,
+        }
     return found
 
 

@@ -105,7 +105,9 @@ def test_expert_ranks_are_neighbours_and_those_with_the_same_experts_one_of_each
     for axis, size in sizes.items():
         of_axis = layout.list_groups(axis)
         assert sorted(rank for group in of_axis for rank in group) == list(range(layout.world))
-        assert {len(group) for group in of_axis} == {size} and all(group == sorted(group) for group in of_axis)
+        assert {len(group) for group in of_axis} == {size} and all(
+            group == sorted(group) for group in of_axis
+        )
         for group in of_axis:
             stages, data, ranks = zip(*map(layout.coordinates_of, group), strict=True)
             assert len({*stages}) == len({*ranks}) == 1

@@ -120,9 +120,9 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     invalid one, naming every key in the way.
 
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
-    what data-parallel ranks and heads allow, replicas and expert parallelism to what ranks and ZeRO do; what orders the passes of stages is
-    left out without them, model chunks also where there are too few blocks. A micro-batch must divide a rank's
-    share of the global batch.
+    what data-parallel ranks and heads allow, replicas and expert parallelism to what ranks and ZeRO do; what orders the
+    passes of stages is left out without them, model chunks also where there are too few blocks. A micro-batch must
+    divide a rank's share of the global batch.
     """
     names = ("tensor", "pipeline", "zero", "data")
     given = {name: size for name in names if (size := getattr(sizes, name)) is not None}

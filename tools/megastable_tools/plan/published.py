@@ -52,7 +52,9 @@ class Published:
     @property
     def layout(self) -> Layout:
         p = self.config.parallel
-        return Layout(p.tensor, p.pipeline, self.gpus // (p.tensor * p.pipeline), p.context, p.replicas, p.expert)
+        return Layout(
+            p.tensor, p.pipeline, self.gpus // (p.tensor * p.pipeline), p.context, p.replicas, p.expert
+        )
 
     @property
     def measured(self) -> float:

@@ -32,8 +32,8 @@ WINDOW = 10  # steps over which a loss is smoothed
 LEARNT = 0.05  # nats per token by which a run must end below its first loss to count as trained
 # One rank, no guard, and nothing that a run writes or measures beside its losses.
 QUIET = (
-    "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "parallel.replicas=1", "parallel.expert=1", "parallel.sequence=false",
-    "parallel.tensor_overlap=1", "parallel.schedule=1f1b", "parallel.model_chunks=1",
+    "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "parallel.replicas=1", "parallel.expert=1",
+    "parallel.sequence=false", "parallel.tensor_overlap=1", "parallel.schedule=1f1b", "parallel.model_chunks=1",
     "train.eval_interval=0", "checkpoint.interval=0", "checkpoint.at_end=false", "logging.trackers=[]",
     "logging.layers_interval=0", "logging.norms_interval=0", "logging.peak_tflops=1", "stability.enabled=false",
 )  # fmt: skip
