@@ -21,7 +21,7 @@ from megastable.parallel.topology import TensorParallel
 from tests.distributed import run_ranks
 from tests.engine.engines import are_same, build_engine, copy_state, take_batch
 from tests.engine.test_gate import spoil_gradient
-from tests.parallel.test_layouts import OLMO2, batches, config
+from tests.parallel.test_layouts import EXPERTS, OLMO2, batches, config
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
@@ -306,3 +306,11 @@ def test_attention_chunks_are_those_of_the_whole(
         assert torch.allclose(entropy, wanted[..., here], rtol=1e-4, atol=1e-4)
         assert torch.allclose(highest, logits[..., here], rtol=1e-4, atol=1e-5)
         assert max(x.numel() for x, *_ in parts) * s <= max(scores, b * kv * groups * s)
+
+
+def test_experts_that_other_ranks_have_have_rows_of_their_own() -> None:
+    for rank in run_ranks(2, watch_last, [{"model": EXPERTS}, {"model": EXPERTS, "expert": 2}]):
+        of_all, of_two = (each["statistics"].layers for each in rank)
+        assert of_all.keys() == of_two.keys() and "blocks.1.mlp.experts.3.down.weight" in of_two
+        for name, row in of_all.items():
+            assert of_two[name] == pytest.approx(row, rel=1e-3), name

@@ -265,11 +265,9 @@ def spoil_expert() -> dict[str, Any]:
     name, spoilt = f"{LAST}.mlp.experts.3.down", contextlib.ExitStack()
     for module in engine.ds.module.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and placement_of(weight).name == f"{name}.weight":
-            if engine.topology.data_rank == 3:
-                spoilt.enter_context(
-                    replace_attribute(module, "forward", partial(lose_numbers, module.forward))
-                )
+        is_chosen = isinstance(weight, torch.Tensor) and placement_of(weight).name == f"{name}.weight"
+        if is_chosen and engine.topology.data_rank == 3:
+            spoilt.enter_context(replace_attribute(module, "forward", partial(lose_numbers, module.forward)))
     with spoilt:
         engine.train_step(batch, 1e-3, lambda m: m.finite)
         found = locators.locate_first_nonfinite(engine, batch)

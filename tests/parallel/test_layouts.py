@@ -231,6 +231,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts-tied-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "tied": True, "model": EXPERTS}),
     "experts-ep2": (2, {"expert": 2, "model": EXPERTS | {"layers": 3}}),
     "experts-ep2-dp4-zero2": (4, {"expert": 2, "zero": 2, "micro_batch": 1, "model": EXPERTS}),
+    "experts-sigmoid-ep2-dp4": (4, {"expert": 2, "micro_batch": 1, "model": SIGMOID | {"layers": 3}}),
     "experts-ep4-grouped": (4, {"expert": 4, "model": EXPERTS, "kernels": {"experts": "grouped"}}),
     "experts-sigmoid-ep2-tp2-sequence-full": (
         4, {"expert": 2, "tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID},
@@ -341,7 +342,7 @@ def test_train_step_in_fp32_equals_the_reference(name: str) -> None:
     [("zero3-tp2-dp2", "bf16"), ("tied-pp2-dp3", "bf16"), ("olmo2-sequence-tp2-pp2", "bf16"),
      ("context2-olmo2", "bf16"), ("tp2-pp2", "fp16"), ("zero2-dp2", "fp16"), ("tied-pp2-dp3", "fp16"),
      ("growing-pp2-dp2", "bf16"), ("growing-zero3-dp2", "bf16"), ("growing-zero2-dp2", "fp16"),
-     ("growing-pp2-dp2", "fp16")],
+     ("growing-pp2-dp2", "fp16"), ("experts-ep2", "bf16"), ("experts-sigmoid-ep2-dp4", "bf16")],
 )  # fmt: skip
 def test_train_step_in_low_precision_costs_no_more_than_the_precision(name: str, precision: str) -> None:
     compare(*LAYOUTS[name], precision)
