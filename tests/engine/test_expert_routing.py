@@ -115,3 +115,46 @@ def list_state() -> list[str]:
     engine = build_engine(config())
     assert engine.routing is None
     return list(engine.optimizer_state())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lamb": {"name": "lamb", "clipping": {"kind": "value", "threshold": 1e-3}},
+    "stable_adamw": {"name": "stable_adamw", "clipping": {"kind": "adagc", "warmup": 1}},
+    "adafactor": {"name": "adafactor", "clipping": {"kind": "zclip", "warmup": 2, "threshold": 0.1}},
+    "spam": {"name": "spam", "clipping": {"kind": "agc", "threshold": 0.01}},
+    "stable_spam": {"name": "stable_spam"},
+    "sgd": {"name": "sgd", "clip": 0.05},
+}
+
+
+def update_by_all(precision: str) -> dict[str, Any]:
+    """By every kind of optimizer, and of clipping: what was told of three steps, and the state after them, with experts
+    on two ranks and with all on both."""
+    found = {}
+    for name, kind in KINDS.items():
+        for expert in (1, 2):
+            c = config(precision=precision, micro_batch=2, expert=expert, model=EXPERTS)
+            engine = build_engine(
+                type(c).model_validate(c.model_dump() | {"optimizer": {"lr": 1e-2, "clip": 0.1} | kind})
+            )
+            told = []
+            for batch in batches()[:3]:
+                measured, applied = engine.train_step(take_batch(engine, batch), 1e-2, lambda _: True)
+                assert applied
+                told += [measured.loss, measured.grad_norm, engine.kept]
+            found[name, expert] = told, engine.flat_state().gather_shards("weight")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_optimizer_and_clipping_updates_experts_that_other_ranks_have(precision: str) -> None:
+    allowed = 1e-4 if precision == "fp32" else 2e-2
+    for rank in run_ranks(2, update_by_all, precision):
+        for name in KINDS:
+            (told, weights), (told_of_two, weights_of_two) = rank[name, 1], rank[name, 2]
+            assert told_of_two == pytest.approx(told, rel=allowed), name
+            assert weights.keys() == weights_of_two.keys()
+            for tensor, weight in weights.items():
+                distance = float((weights_of_two[tensor] - weight).norm() / weight.norm().clamp_min(1e-30))
+                assert distance < 10 * allowed, (name, tensor, distance)

@@ -308,6 +308,7 @@ def test_attention_chunks_are_those_of_the_whole(
         assert max(x.numel() for x, *_ in parts) * s <= max(scores, b * kv * groups * s)
 
 
+@pytest.mark.slow
 def test_experts_that_other_ranks_have_have_rows_of_their_own() -> None:
     for rank in run_ranks(2, watch_last, [{"model": EXPERTS}, {"model": EXPERTS, "expert": 2}]):
         of_all, of_two = (each["statistics"].layers for each in rank)

@@ -96,7 +96,7 @@ def test_replicas_are_neighbours_and_the_ranks_of_a_shard_one_of_each(
 
 
 @settings(deadline=None)
-@given(*[st.integers(1, 4)] * 5)
+@given(*[st.integers(1, 3)] * 5)
 def test_expert_ranks_are_neighbours_and_those_with_the_same_experts_one_of_each(
     tensor: int, pipeline: int, groups: int, expert: int, context: int
 ) -> None:
@@ -113,7 +113,7 @@ def test_expert_ranks_are_neighbours_and_those_with_the_same_experts_one_of_each
             assert len({*stages}) == len({*ranks}) == 1
             assert len({rank // expert if axis == "expert" else rank % expert for rank in data}) == 1
     # Whoever shares samples or experts with a rank is in its team, and so are their samples' and experts' ranks.
-    for rank in range(layout.world):
+    for rank in (0, layout.world // 2, layout.world - 1):
         team = set(layout.find_replicas([rank]))
         for axis in ("expert", "context", "tensor", "pipeline"):
             assert team >= {other for group in layout.list_groups(axis) if team & {*group} for other in group}
