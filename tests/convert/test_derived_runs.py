@@ -123,6 +123,25 @@ def test_reshape_keeps_context_ranks_as_far_as_it_can(
     assert all(torch.equal(whole.read_tensor(*of), tensor) for of, tensor in held.items())
 
 
+@pytest.mark.parametrize(("zero", "data", "expert"), [(2, 4, 4), (1, 6, 2), (1, 3, 1), (3, 4, 1)])
+def test_reshape_keeps_expert_ranks_as_far_as_it_can(
+    zero: int, data: int, expert: int, tmp_path: Path
+) -> None:
+    """With moments, of which every rank writes a part of all experts, not those of its own."""
+    tree = recipe_of().model_dump(mode="json")
+    tree["parallel"]["expert"], tree["train"] = 4, {"global_batch": 12, "micro_batch": 1}
+    tree["model"]["experts"] = {"count": 8, "top_k": 2, "ffn": 16}
+    run = RunConfig.model_validate(tree)
+    held, state = numbers(run), state_of((1, 1, 1, 4))
+    before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=ADAM, origin={})
+    assert store.read_state(before).layout.expert == 4
+    made = reshape_checkpoint(before, tmp_path / "after", Sizes(zero=zero, data=data))
+    assert (made.layout.data, made.layout.expert) == (data, expert)
+    assert run_of(made.checkpoint).parallel.expert == expert
+    whole = WholeState(made.checkpoint)
+    assert all(torch.equal(whole.read_tensor(*of), tensor) for of, tensor in held.items())
+
+
 def test_reshape_without_moments(sources: dict[str, Path], tmp_path: Path) -> None:
     made = reshape_checkpoint(sources["tp2-pp2"], tmp_path / "weights", optimizer=False)
     assert not made.optimizer and store.read_state(made.checkpoint).adam_step == 0

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "zero3": (2, {"parallel": {"zero": 3}}),
     "tp2": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "ep2": (2, {"parallel": {"expert": 2}, "model": {"experts": {"count": 4, "top_k": 2}}}),
     "pp2": (2, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
     "plain": (1, {"kernels": {"loss": "reference"}}),
 }
@@ -98,6 +99,10 @@ PLANTED = {
     "dp2": ["labels:1", "blocks.1 output gradient:1", "computing copy of blocks.1.mlp_norm.weight:1"],
     "zero3": ["gradient of blocks.1.mlp.down.weight:1"],
     "tp2": ["blocks.1.mlp.down product:1", "second moment of blocks.1.attention.q_norm.weight:1"],
+    "ep2": [
+        "blocks.1.mlp.experts.2.gate_up output:1", "gradient of blocks.1.mlp.experts.3.down.weight:1",
+        "computing copy of blocks.0.mlp.experts.1.down.weight:0",
+    ],
     "pp2": ["blocks.1.mlp.gate_up output", "gradient of embedding.weight:1"],
     "plain": ["head output gradient"],
 }  # fmt: skip

@@ -118,6 +118,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
     "tp2-dp2": (4, 2, {"parallel": {"tensor": 2}}),
     "pp2-tied": (4, 3, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
     "replicas2": (4, 2, {"parallel": {"replicas": 2}}),
+    "experts2": (
+        4,
+        2,
+        {"parallel": {"expert": 2}, "model": {"experts": {"count": 4, "top_k": 2, "bias_rate": 0.01}}},
+    ),
     "muon": (2, 2, {"optimizer": {"name": "muon"}}),
 }
 
