@@ -15,6 +15,7 @@ from typing import Any
 from megastable.base.errors import ConfigError
 from megastable.base.text import count_noun
 from megastable.config.recipe import find_recipe, list_shipped_files
+from megastable.config.training import ParallelConfig
 from megastable.config.tree import RunConfig
 
 # The keys allowed in a file, by section: what megastable fills in, and what it has been run with.
@@ -133,7 +134,7 @@ def build_deepspeed_json(config: RunConfig, world: int) -> dict[str, Any]:
     """The complete DeepSpeed configuration of `config` on `world` ranks."""
     file_path = find_recipe(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
     given_keys = _read(file_path)
-    _check(given_keys, file_path, config.parallel.pipeline)
+    _check(given_keys, file_path, config.parallel)
     return _merge(given_keys, _filled(config, world), file_path, "")
 
 
@@ -151,7 +152,7 @@ def _read(path: Path) -> dict[str, Any]:
     return file_content
 
 
-def _check(given: dict[str, Any], path: Path, stages: int) -> None:
+def _check(given: dict[str, Any], path: Path, p: ParallelConfig) -> None:
     """Refuse keys that DeepSpeed would ignore, or that break a run."""
     for section, known in KNOWN.items():
         content = given.get(section) if section else given
@@ -165,11 +166,17 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
                 raise ConfigError(f"{path}: {name}: unknown key; {hint} Correct it, or remove it")
     profiler = given.get("flops_profiler")
     profiling = isinstance(profiler, dict) and profiler.get("enabled")
-    if stages > 1 and (given.get("wall_clock_breakdown") or profiling):
+    if p.pipeline > 1 and (given.get("wall_clock_breakdown") or profiling):
         key = "wall_clock_breakdown" if given.get("wall_clock_breakdown") else "flops_profiler"
         raise ConfigError(
-            f"{path}: {key} with parallel.pipeline={stages}: DeepSpeed's pipeline starts a timer twice and fails in "
+            f"{path}: {key} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline starts a timer twice and fails in "
             "the first step; remove the key, or use parallel.pipeline=1"
+        )
+    zero_section = given.get("zero_optimization")
+    if p.expert > 1 and isinstance(zero_section, dict) and zero_section.get("reduce_scatter") is False:
+        raise ConfigError(
+            f"{path}: zero_optimization.reduce_scatter=false with parallel.expert={p.expert}: DeepSpeed would sum "
+            "experts over ranks with others; remove the key, or use parallel.expert=1"
         )
 
 

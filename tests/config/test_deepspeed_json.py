@@ -60,6 +60,18 @@ def test_build_adds_up_batch_sizes(
     )
 
 
+def test_build_refuses_ranks_and_sums_that_experts_on_several_ranks_cannot_have(file: Path) -> None:
+    parts = {"parallel": {"expert": 2}, "model": {"experts": {"count": 4, "top_k": 2}}}
+    assert size_of_data_parallel(config(**parts), 4) == 4
+    assert "with parallel.expert=2: the number of ranks must be a multiple of 2" in refused(
+        config(**parts), 3
+    )
+    everything = {"zero_optimization": {"reduce_scatter": False}}
+    message = refused(using(file, everything, **parts), 2)
+    assert "zero_optimization.reduce_scatter=false with parallel.expert=2" in message
+    build_deepspeed_json(using(file, everything), 2)
+
+
 # What is filled in
 
 

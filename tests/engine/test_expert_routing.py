@@ -158,3 +158,33 @@ def test_every_optimizer_and_clipping_updates_experts_that_other_ranks_have(prec
             for tensor, weight in weights.items():
                 distance = float((weights_of_two[tensor] - weight).norm() / weight.norm().clamp_min(1e-30))
                 assert distance < 10 * allowed, (name, tensor, distance)
+
+
+def compare_copies(rank: int) -> dict[str, Any]:
+    """What is found unequal at first, and when a bit of an expert of `rank` is another one; by kind, with its ranks."""
+    from megastable.base.collectives import gather_objects
+    from megastable.engine.rank_checks import Replicas
+
+    late = {"experts": EXPERTS["experts"] | {"first_dense": 1}}
+    engine = build_engine(
+        config(precision="bf16", pipeline=2, expert=2, micro_batch=1, tied=True, model=late)
+    )
+    replicas, found = Replicas(engine), {}
+    assert engine.train_step(take_batch(engine, batches()[0]), 1e-2, lambda _: True)[1]
+    for when in ("before", "after"):
+        if when == "after" and engine.topology.rank == rank:
+            split = [group.get("split", False) for group in engine.optimizer.param_groups].index(True)
+            engine.zero.flat_weights[split][:1].view(torch.int16).bitwise_xor_(1)
+        columns = torch.tensor(
+            gather_objects(replicas.make_columns(replicas.kinds)), dtype=torch.float64
+        ).sum(0)
+        found[when] = replicas.find_unequal(replicas.kinds, columns.tolist())
+    return found | {"kinds": replicas.kinds}
+
+
+@pytest.mark.slow
+def test_copies_of_experts_are_compared_where_they_are() -> None:
+    """The first of two stages has none."""
+    for found in run_ranks(8, compare_copies, 6):
+        assert found["before"] == [] and found["after"] == [("copies of experts", [4, 6])]
+        assert found["kinds"]["copies of experts"] == [[0, 2], [1, 3], [4, 6], [5, 7]]

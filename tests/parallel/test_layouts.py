@@ -240,6 +240,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4, {"expert": 2, "pipeline": 2, "model_chunks": 2, "model": SIGMOID | {"layers": 4}},
     ),
     "experts-ep2-pp2-zero-bubble": (4, {"expert": 2, "pipeline": 2, "schedule": "zero_bubble", "model": EXPERTS}),
+    "experts-ep2-tied-pp2": (4, {"expert": 2, "pipeline": 2, "tied": True, "model": EXPERTS}),
     "experts-ep2-context2-selective": (4, {"expert": 2, "context": 2, "recompute": "selective", "model": EXPERTS}),
     "growing": (1, {"growing": True}),
     "growing-zero2-dp2": (2, {"growing": True, "zero": 2}),
