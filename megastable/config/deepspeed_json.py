@@ -169,8 +169,8 @@ def _check(given: dict[str, Any], path: Path, p: ParallelConfig) -> None:
     if p.pipeline > 1 and (given.get("wall_clock_breakdown") or profiling):
         key = "wall_clock_breakdown" if given.get("wall_clock_breakdown") else "flops_profiler"
         raise ConfigError(
-            f"{path}: {key} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline starts a timer twice and fails in "
-            "the first step; remove the key, or use parallel.pipeline=1"
+            f"{path}: {key} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline starts a timer twice and fails "
+            "in the first step; remove the key, or use parallel.pipeline=1"
         )
     zero_section = given.get("zero_optimization")
     if p.expert > 1 and isinstance(zero_section, dict) and zero_section.get("reduce_scatter") is False:
