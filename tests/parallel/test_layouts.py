@@ -233,6 +233,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts-ep2-dp4-zero2": (4, {"expert": 2, "zero": 2, "micro_batch": 1, "model": EXPERTS}),
     "experts-sigmoid-ep2-dp4": (4, {"expert": 2, "micro_batch": 1, "model": SIGMOID | {"layers": 3}}),
     "experts-ep4-grouped": (4, {"expert": 4, "model": EXPERTS, "kernels": {"experts": "grouped"}}),
+    "experts-ep2-tp2": (4, {"expert": 2, "tensor": 2, "model": EXPERTS}),
     "experts-sigmoid-ep2-tp2-sequence-full": (
         4, {"expert": 2, "tensor": 2, "sequence": True, "recompute": "full", "model": SIGMOID},
     ),
