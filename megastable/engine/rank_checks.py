@@ -187,10 +187,8 @@ def _case(width: int, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 Named = dict[str, Tensor]
 Of = TypeVar("Of")
 COPIES, EXPERTS, SHARDS = "copies", "copies of experts", "shards"
-WEIGHTS = {
-    COPIES: "data",
-    EXPERTS: "expert data",
-}  # kinds of weights in compute precision, and who holds them alike
+# Kinds of weights in compute precision, and the axis of those who hold them alike.
+WEIGHTS = {COPIES: "data", EXPERTS: "expert data"}
 QUARTERS = 4
 COLUMNS = 2 * QUARTERS  # of a group
 MOST = 1 << 21  # ranks of a group

@@ -1,8 +1,9 @@
-"""Communication of tensor, sequence and context parallelism, as autograd functions.
+"""Communication of tensor, sequence, context and expert parallelism, as autograd functions.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 section 3 (f and g); Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence); Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509
-section 3.1 (all-to-all around attention). Sequences lie along dimension 0 ([s, b, ...]).
+section 3.1 (all-to-all around attention); Lepikhin et al., GShard, arXiv:2006.16668 (all-to-all around experts).
+Sequences lie along dimension 0 ([s, b, ...]).
 With a group of one, every function returns its input.
 """
 
