@@ -26,7 +26,7 @@ from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base import durable
 from megastable.base.errors import ConfigError, user_errors
 from megastable_tools.plan import memory
-from megastable_tools.plan.volume import stage_bounds
+from megastable_tools.plan.partition import stage_bounds
 
 WARM = 2  # steps before the measured one: moments, tables and scratch exist, ZeRO 3 knows its order
 MIB = 2**20
@@ -51,6 +51,8 @@ GEMMA2 = {
     "norms": "both", "zero_centered_norms": True, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 64,
     "full_attention_every": 2, "activation": "gelu", "qk_norm": False,
 }  # fmt: skip
+EXPERTS = {"experts": {"count": 8, "top_k": 2, "ffn": 192}}
+SHARED_EXPERTS = {"experts": EXPERTS["experts"] | {"shared": 1, "first_dense": 1, "gate": "sigmoid"}}
 LAYOUTS = {
     "one": Case(),
     "one, blocked attention": Case(kernels={"attention": "blocked"}),
@@ -120,6 +122,19 @@ LAYOUTS = {
     "TP2xPP2": Case(4, TP2 | PP2),
     "TP2+SPxPP2 selective": Case(4, SP2 | PP2 | {"recompute": "selective"}, accumulation=4),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
+    "one, experts": Case(model=EXPERTS),
+    "one, experts grouped": Case(model=EXPERTS, kernels={"experts": "grouped"}),
+    "one, experts shared, first dense": Case(model=SHARED_EXPERTS),
+    "one, experts fp32": Case(model=EXPERTS, precision={"kind": "fp32"}),
+    "one, experts selective": Case(parallel={"recompute": "selective"}, model=EXPERTS),
+    "one, experts full": Case(parallel={"recompute": "full"}, model=EXPERTS),
+    "one, experts compiled": Case(model=EXPERTS, kernels={"compile": True}),
+    "TP2+SP experts": Case(2, SP2, EXPERTS),
+    "PP2 experts": Case(2, PP2, EXPERTS, accumulation=4),
+    "PP2 experts zero-bubble": Case(2, PP2 | ZERO_BUBBLE, EXPERTS, accumulation=4),
+    "DP2 ZeRO 1 experts": Case(2, model=EXPERTS),
+    "DP2 ZeRO 2 experts": Case(2, {"zero": 2}, EXPERTS),
+    "DP2 ZeRO 3 experts": Case(2, {"zero": 3}, EXPERTS),
 }  # fmt: skip
 
 

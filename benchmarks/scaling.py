@@ -27,7 +27,7 @@ from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable_tools.plan import volume
+from megastable_tools.plan import partition, volume
 from megastable_tools.plan.time import BALLOT
 
 # Kind of group, collective, bytes that a rank gives to one call (for a receive: gets).
@@ -53,6 +53,8 @@ GEMMA2 = {"norms": "both", "attention_softcap": 50.0, "logit_softcap": 30.0, "wi
 MIXED = {"norms": "mixed", "mixed_share": 0.25}  # the first of four blocks
 MUON: dict[str, Any] = {"name": "muon"}
 CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
+EXPERTS: dict[str, Any] = {"experts": {"count": 6, "top_k": 2, "ffn": 24, "first_dense": 1}}
+SHARED: dict[str, Any] = {"experts": EXPERTS["experts"] | {"shared": 1, "balance_over": "step"}}
 LAYOUTS = {
     "TP2": Case(2, TP2),
     "TP2 reference loss": Case(2, TP2, kernels={"loss": "reference"}),
@@ -131,6 +133,25 @@ LAYOUTS = {
         3, {"zero": 3}, precision=FP32, global_batch=6, micro_batch=1, optimizer=MUON
     ),
     "Muon TP2xPP2xDP2 QK-clip": Case(8, TP2 | PP2, {"qk_norm": False}, optimizer=MUON | {"qk_clip": 100.0}),
+    "TP2 experts": Case(2, TP2, EXPERTS),
+    "TP2 experts full": Case(2, TP2 | {"recompute": "full"}, EXPERTS),
+    "TP2+SP experts": Case(2, SP2, EXPERTS),
+    "TP2+SP experts full in chunks": Case(2, SP2 | {"recompute": "full", "tensor_overlap": 2}, SHARED),
+    "TP2+SPxPP2 experts": Case(4, SP2 | PP2, EXPERTS),
+    "DP4 ZeRO 1 experts, in buckets": Case(4, model=EXPERTS, zero=SMALL_BUCKETS),
+    "DP2 ZeRO 2 experts": Case(2, {"zero": 2}, SHARED),
+    "DP2 ZeRO 3 experts full keeps nothing": Case(
+        2, {"zero": 3, "recompute": "full"}, EXPERTS, zero=KEEP_NOTHING
+    ),
+    "DP2 ZeRO 3 experts shared full keeps nothing": Case(
+        2, {"zero": 3, "recompute": "full"}, SHARED, zero=KEEP_NOTHING
+    ),
+    "CP2 experts full": Case(2, {"context": 2, "recompute": "full"}, EXPERTS),
+    "PP2xDP2 experts tied": Case(4, PP2, EXPERTS | {"tied": True}),
+    "Muon TP2xDP2 experts": Case(4, TP2, EXPERTS, optimizer=MUON),
+    "Adafactor DP2 experts AGC": Case(
+        2, model=SHARED, optimizer=CLIP | {"name": "adafactor", "clipping": {"kind": "agc"}}
+    ),
 }
 
 
@@ -193,7 +214,7 @@ def expected_messages(
     """The messages of a rank of `stage` by the formulas."""
     config = case.config
     volume_terms = volume.list_step_terms(
-        config, case.layout.data, stage, volume.stage_bounds(config), config.kernels.loss, elements=case.elements,
+        config, case.layout.data, stage, partition.stage_bounds(config), config.kernels.loss, elements=case.elements,
         zero=case.deepspeed["zero_optimization"], data_rank=data_rank, tensor_rank=tensor_rank,
     )  # fmt: skip
     message_counts: Counter[Message] = Counter()
@@ -322,7 +343,7 @@ def predict_step(config: RunConfig, world: int) -> Forecast:
     parallel_config, data = config.parallel, deepspeed_json.size_of_data_parallel(config, world)
     zero_settings = deepspeed_json.build_deepspeed_json(config, world)["zero_optimization"]
     loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
-    group_sizes, stage_bounds = volume.count_members(config, data), volume.stage_bounds(config)
+    group_sizes, stage_bounds = volume.count_members(config, data), partition.stage_bounds(config)
     most: dict[Key, Line] = {}
     busiest_bytes: dict[str, float] = {}
     for stage in range(parallel_config.pipeline):
@@ -345,7 +366,7 @@ def predict_step(config: RunConfig, world: int) -> Forecast:
     layout = {"tensor": parallel_config.tensor, "pipeline": parallel_config.pipeline, "data": data}
     busiest_bytes = {group: bytes_sent for group, bytes_sent in busiest_bytes.items() if bytes_sent}
     return Forecast(
-        world, layout, volume.count_micro_batches(config, data), list(most.values()), busiest_bytes
+        world, layout, partition.count_micro_batches(config, data), list(most.values()), busiest_bytes
     )
 
 

@@ -16,7 +16,7 @@ from benchmarks.scaling import (
 )
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import count_parameters
-from megastable_tools.plan import volume
+from megastable_tools.plan import partition, volume
 from tests.distributed import run_ranks
 
 
@@ -36,7 +36,7 @@ def config(**parts: Any) -> RunConfig:
 
 
 def terms(c: RunConfig, data: int = 1, stage: int = 0, **options: Any) -> list[volume.Term]:
-    return volume.list_step_terms(c, data, stage, volume.stage_bounds(c), "reference", **options)
+    return volume.list_step_terms(c, data, stage, partition.stage_bounds(c), "reference", **options)
 
 
 def ring(found: list[volume.Term], ranks: int, group: str, *whats: str) -> float:
@@ -117,7 +117,7 @@ def test_what_a_stage_sends_the_next_one_receives(stages: int, apart: bool, sequ
                 (t.bytes, t.calls) for t in pair[there] if t.what == direction and t.collective == "receive"
             ]
             assert sent == got and len(sent) == (direction != "segments" or apart)
-    assert volume.count_micro_batches(c, 2) == 16
+    assert partition.count_micro_batches(c, 2) == 16
 
 
 @given(st.integers(2, 4), st.integers(2, 4), st.booleans())
@@ -160,7 +160,7 @@ def test_context_parallelism_exchanges_tokens_for_heads(
     """DeepSpeed Ulysses, arXiv:2309.14509 section 3.1: q, k, v one way and the result back, of a rank's own tokens."""
     c = config(context=4, recompute=recompute, model={"kv_heads": kv_heads})
     assert (
-        volume.count_micro_batches(c, 8) == 16
+        partition.count_micro_batches(c, 8) == 16
     )  # two groups of four ranks, micro-batches of two: 64 samples
     tokens, numbers = 2 * 32 // 4, (8 + 2 * sent + 8) * 8
     found = [t for t in terms(c, data=8) if t.group == "context"]

@@ -14,7 +14,7 @@ from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
 from megastable_tools.plan.memory import KINDS, PHASES, Footprint, list_footprints
-from megastable_tools.plan.volume import parameter_sizes, stage_bounds, stage_of
+from megastable_tools.plan.partition import parameter_sizes, stage_bounds, stage_of
 from tests.tiers import examples
 
 MODEL = {
@@ -34,7 +34,7 @@ def planned(data: int = 1, micro_batch: int = 1, accumulation: int = 4, **sectio
 def test_footprints_of_one_process() -> None:
     (found,) = planned()
     config = RunConfig.model_validate({"model": MODEL})
-    n = sum(map(sum, parameter_sizes(config.model, stage_of(stage_bounds(config), 0), 1)))
+    n = sum(map(sum, parameter_sizes(config.model, stage_of(config, stage_bounds(config), 0), 1)))
     # bf16 weights, fp32 sums of gradients, master weights and two moments: 18 bytes a parameter (ZeRO, section 3.1).
     expected = {"weights": 2 * n, "gradients": 4 * n, "master": 4 * n, "moments": 8 * n}
     assert {kind: size for kind, size in found.bytes_at("between").items() if kind in expected} == expected
@@ -53,7 +53,7 @@ def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:
         return sum(i.bytes for i in fp8_copies if phase in i.phases)
 
     config = RunConfig.model_validate({"model": MODEL, "parallel": parallel})
-    first = stage_of(stage_bounds(config), 0)
+    first = stage_of(config, stage_bounds(config), 0)
     matrices, _ = parameter_sizes(config.model, first, 1)
     blocks = sum(matrices[: 4 * first.blocks])
     is_kept = zero < 3 and recompute != "full"
@@ -82,9 +82,8 @@ def test_transformer_engine_keeps_for_weight_gradients_what_it_gathers() -> None
         found = planned(parallel=parallel, precision={"fp8": fp8})[1]
         return sum(i.bytes for i in found.items if i.name.startswith("deferred") and "watch" in i.phases)
 
-    blocks = stage_of(
-        stage_bounds(RunConfig.model_validate({"model": MODEL, "parallel": parallel})), 1
-    ).blocks
+    config = RunConfig.model_validate({"model": MODEL, "parallel": parallel})
+    blocks = stage_of(config, stage_bounds(config), 1).blocks
     assert kept("current") - kept({"backend": "emulated"}) == 2 * (2048 - 1024) * 1024 * 2 * blocks
     assert kept("off") == kept({"backend": "emulated"}) > 0
 

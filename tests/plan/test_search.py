@@ -20,9 +20,9 @@ from megastable.parallel.layout import Layout
 from megastable_tools.plan import published, search
 from megastable_tools.plan.cluster import ClusterConfig, load_cluster
 from megastable_tools.plan.memory import list_footprints
+from megastable_tools.plan.partition import stage_bounds
 from megastable_tools.plan.search import Choice
 from megastable_tools.plan.time import step_time
-from megastable_tools.plan.volume import stage_bounds
 from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,10 @@ from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token
 from megastable.parallel.layout import Layout
-from megastable_tools.plan import published, volume
+from megastable_tools.plan import partition, published, volume
 from megastable_tools.plan.cluster import ClusterConfig, load_cluster
-from megastable_tools.plan.time import BALLOT, KINDS, Others, StepTime, find_crossing, step_time
+from megastable_tools.plan.links import find_crossing
+from megastable_tools.plan.time import BALLOT, KINDS, Others, StepTime, step_time
 
 H100 = load_cluster("launch/clusters/h100.yaml")
 
@@ -105,7 +106,7 @@ def test_zero_bubble_fills_it_with_weight_gradients(batches: int) -> None:
     cluster = free()
     plain, filled = timed(c, cluster=cluster), timed(split, cluster=cluster)
     block_weights = 1024 * (2 * 1024 + 2 * 1024 + 3 * 2816)
-    blocks = [volume.stage_of(volume.stage_bounds(c), stage).blocks for stage in range(4)]
+    blocks = [partition.stage_of(c, partition.stage_bounds(c), stage).blocks for stage in range(4)]
     assert sorted(blocks) == [1, 1, 2, 2]  # a stage of two is the slowest
     weight_pass = 2 * 2048 * block_weights / 1e15 * (sum(blocks) - 2)
     left = 1 if batches >= 4 else 1 / 3
@@ -133,8 +134,8 @@ def test_a_round_of_model_chunks_waits_for_the_slowest() -> None:
     """Of 12 blocks on 4 stages of two chunks each round has a chunk of two, and every stage has three blocks in all."""
     shape = {"pipeline": 4, "model": {"layers": 12, "vocab_size": 1000}, "model_chunks": 2}
     c = config(**shape)
-    cut = volume.stage_bounds(c)
-    sizes = [list(map(len, volume.list_chunk_blocks(cut, stage, 2))) for stage in range(4)]
+    cut = partition.stage_bounds(c)
+    sizes = [list(map(len, partition.list_chunk_blocks(cut, stage, 2))) for stage in range(4)]
     slowest = sum(max(chunk_sizes) for chunk_sizes in zip(*sizes, strict=True))
     most = max(map(sum, sizes))
     assert (slowest, most) == (4, 3)
@@ -221,8 +222,7 @@ def test_weights_are_hidden_by_the_first_forward_pass_but_for_the_first_buckets(
     link = {"host": {"gb_per_second": 1, "latency_us": 0}}
     slow, fast = free(tflops={"bf16": 1e-3}, **link), free(tflops={"bf16": 1e9}, **link)
     c, data, settings = config(**given), 8, {"reduce_bucket_size": 1 << 20}
-    p = c.parallel
-    held = volume.stage_of(volume.stage_bounds(c), 0, p.model_chunks)
+    held = partition.stage_of(c, partition.stage_bounds(c), 0)
     groups = volume.cut_weights(c, data, held, settings)
     first, size = (sum(ends) for ends in zip(*((g[0].stop, g[-1].stop) for g in groups), strict=True))
     assert len(groups[0]) > 9
@@ -244,7 +244,7 @@ def test_others_gather_weights_without_an_exchange() -> None:
         ]
         for others in (Others(), Others(fused=True))
     )
-    size = sum(sum(group.sizes) for group in volume.parameter_groups(c, volume.Stage(16, True, True)))
+    size = sum(sum(group.sizes) for group in partition.parameter_groups(c, partition.Stage(16, True, True)))
     assert ours - theirs == pytest.approx(2 * size * 7 / 8 / 8, rel=0.01)
 
 
@@ -262,7 +262,7 @@ LAYOUTS = [
 def test_step_time_sends_the_bytes_of_the_formulas(parallel: dict[str, Any], data: int) -> None:
     c = config(**parallel)
     found = timed(c, data)
-    members, cut = volume.count_members(c, data), volume.stage_bounds(c)
+    members, cut = volume.count_members(c, data), partition.stage_bounds(c)
     sums = []
     for stage in range(c.parallel.pipeline):
         each = dict.fromkeys(members, 0.0)

@@ -22,9 +22,8 @@ from math import lcm
 
 from megastable.config.rules import writes_scores
 from megastable.config.tree import RunConfig
-from megastable_tools.plan.volume import count_element_bytes
+from megastable_tools.plan.partition import FP32, INT64, count_element_bytes
 
-FP32 = 4
 ROWS, KEPT = 256, 16  # copied from model/blocked.py, which needs torch
 RING_ELEMENTS = 1 << 24  # copied from model/ring.py
 SCORES = 1 << 24  # copied from layer_stats.py, which needs torch
@@ -139,18 +138,22 @@ def count_backward_bytes(operations: Sequence[SavedOperation]) -> int:
     return peak_bytes
 
 
-def list_block_operations(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
-    """The operations of one block, under the recomputation of `config`."""
+def list_block_operations(
+    config: RunConfig, kernels: PlannedKernels, routed: bool = False
+) -> list[SavedOperation]:  # fmt: skip
+    """The operations of one block, under the recomputation of `config`. routed: of one with routed experts."""
     z = shape_sizes_of(config)
     if config.parallel.recompute == "full":
         # Recomputed in the backward pass, when all of it is in memory.
-        whole = list_whole_operations(config, kernels, "none")
+        whole = list_whole_operations(config, kernels, "none", routed)
         whole_bytes = count_kept_bytes(whole) + count_backward_bytes(whole)
         return [SavedOperation((Saved("stream", z.stream, z.e),), whole_bytes)]
-    return list_whole_operations(config, kernels, config.parallel.recompute)
+    return list_whole_operations(config, kernels, config.parallel.recompute, routed)
 
 
-def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
+def list_whole_operations(
+    config: RunConfig, kernels: PlannedKernels, recompute: str, routed: bool
+) -> list[SavedOperation]:  # fmt: skip
     """The operations of one block that is not recomputed as a whole."""
     z, model_config = shape_sizes_of(config), config.model
     is_fused, is_selective = kernels.compile, recompute == "selective"
@@ -166,21 +169,19 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         attention.append(SavedOperation((), z.e * (z.N * z.q + z.n * z.h)))
     else:
         attention.append(_left("attention output", config, z, z.q))
-    gate_and_up = (Saved("gate and up", z.N * 2 * z.f, z.e),)
-    swiglu = SavedOperation(gate_and_up, (3 if is_fused else 4) * z.e * z.N * z.f)
-    mlp = [_entered("MLP input", config, z, kernels, 2 * z.f), swiglu]
-    has_clamp = not is_fused and model_config.swiglu_clamp is not None
-    if not is_fused and not is_selective:
-        clamped_saved = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if has_clamp else ()
-        mlp.append(SavedOperation((*clamped_saved, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
-    elif is_selective:
-        mlp.append(SavedOperation((), (4 + 2 * has_clamp if not is_fused else 3) * z.e * z.N * z.f))
-    if is_whole and is_selective:
-        mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
+    if routed:  # nothing of the experts is compiled, nor of what surrounds them
+        mlp = list_expert_operations(config, z, is_selective)
     else:
-        mlp.append(_left("SwiGLU output", config, z, z.f))
+        mlp = [
+            _entered("MLP input", config, z, kernels, 2 * z.f),
+            *_list_swiglu(config, z.N * z.f, z.e, is_fused, is_selective),
+        ]
+        if is_whole and is_selective:
+            mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
+        else:
+            mlp.append(_left("SwiGLU output", config, z, z.f))
     first_norm = _norm("attention norm", z, z.stream, z.n, is_fused)
-    second_norm = _norm("MLP norm", z, z.stream, z.n, is_fused)
+    second_norm = _norm("MLP norm", z, z.stream, z.n, is_fused and not routed)
     # Of `mixed` the last block: the others save the same, in another order.
     norm_placement = model_config.placement_of(model_config.layers - 1)
     if norm_placement == "both":
@@ -193,10 +194,66 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
     return [*attention, *first_norm, *mlp, *second_norm]
 
 
-def count_deferred_bytes(config: RunConfig, kernels: PlannedKernels) -> int:
+def _list_swiglu(
+    config: RunConfig, elements: int, width: int, fused: bool, selective: bool
+) -> list[SavedOperation]:  # fmt: skip
+    """From gate and up to the inputs of the last product, which has so many elements of so many bytes."""
+    has_clamp = not fused and config.model.swiglu_clamp is not None
+    one = width * elements
+    swiglu = [SavedOperation((Saved("gate and up", 2 * elements, width),), (3 if fused else 4) * one)]
+    if not fused and not selective:
+        clamped_saved = (Saved("clamped gate and up", 2 * elements, width),) if has_clamp else ()
+        swiglu.append(SavedOperation((*clamped_saved, Saved("silu", elements, width)), 3 * one))
+    elif selective:
+        swiglu.append(SavedOperation((), (4 + 2 * has_clamp if not fused else 3) * one))
+    return swiglu
+
+
+def list_expert_operations(config: RunConfig, z: ShapeSizes, selective: bool) -> list[SavedOperation]:
+    """Router, routed and shared experts: model/experts.py. Every token has `top_k` rows."""
+    experts, tensor = config.model.experts, config.parallel.tensor
+    assert experts is not None
+    width = config.model.expert_width // tensor
+    rows, choices, scores = z.N * experts.top_k, z.n * experts.top_k, z.n * experts.count
+    row_bytes = z.e * rows * z.h
+    made = [
+        SavedOperation(
+            (Saved("router's input", z.stream, FP32), Saved("router's weight", experts.count * z.h, FP32)),
+            FP32 * (z.stream + experts.count * z.h) + z.e * z.stream,
+        ),
+        SavedOperation(
+            (
+                Saved("router's logits", scores * (experts.router_z_loss > 0), FP32),
+                Saved("router's scores", scores, FP32),
+                Saved("choices of experts", choices, INT64),
+                Saved("weights of choices", choices * (1 + experts.normalize), FP32),
+            ),
+            3 * FP32 * scores,
+        ),
+        SavedOperation((Saved("places of choices", rows, INT64),), 2 * row_bytes + z.e * z.N * z.h),
+        _linear("inputs of experts", config, z, rows * z.h, rows * 2 * width, 2 * width * z.h),
+        *_list_swiglu(config, rows * width, z.e, False, selective),
+        _linear("SwiGLU outputs of experts", config, z, rows * width, rows * z.h, width * z.h),
+        SavedOperation(
+            # By expert, as torch's index_copy keeps what it is given, and by token.
+            (Saved("results of experts", 2 * rows * z.h, z.e), Saved("weights of results", rows, FP32)),
+            (2 * FP32 + z.e) * rows * z.h + FP32 * z.N * z.h,
+        ),
+    ]
+    if experts.shared:
+        shared_width = width * experts.shared
+        made += [
+            _linear("MLP input", config, z, z.N * z.h, z.N * 2 * shared_width, 2 * shared_width * z.h),
+            *_list_swiglu(config, z.N * shared_width, z.e, False, selective),
+            _linear("SwiGLU output", config, z, z.N * shared_width, z.N * z.h, shared_width * z.h),
+        ]
+    return made
+
+
+def count_deferred_bytes(config: RunConfig, kernels: PlannedKernels, routed: bool = False) -> int:
     """What the deferred weight gradients of a block keep of a micro-batch: inputs of its linear layers, and gradients
     of their outputs. In FP8 as much as without it: Transformer Engine may keep two layouts."""
-    return sum(operation.left for operation in list_whole_operations(config, kernels, "none"))
+    return sum(operation.left for operation in list_whole_operations(config, kernels, "none", routed))
 
 
 def _norm(

@@ -26,6 +26,7 @@ from megastable_tools.plan import cluster as clusters
 from megastable_tools.plan import search
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.memory import KINDS, Device, Kind, list_footprints
+from megastable_tools.plan.partition import count_expert_ranks
 from megastable_tools.plan.search import GIB, HEADROOM, Choice, LayoutPlan, list_overrides, usable_bytes
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -58,10 +59,9 @@ def answer_plan(
     """Print and return it. Raises ConfigError."""
     out = TextOutput(quiet)
     config = recipe.load_recipe(recipe_path, overrides)
-    if config.model.experts is not None:
+    if fp8 and config.model.experts is not None:
         raise ConfigError(
-            f"{recipe_path}: model.experts: memory and time of routed experts are not planned yet; for a bound plan "
-            "the dense model of as many weights (model.experts=null and a larger model.ffn)"
+            "--fp8: Transformer Engine's layers do not take the tokens of one expert of many: leave it out"
         )
     if fp8 and (kind := config.precision.kind) != "bf16":
         raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")
@@ -243,6 +243,8 @@ def layout_in_words(found: LayoutPlan) -> str:
     if p.tensor_overlap > 1:
         split += f" in {p.tensor_overlap} chunks"
     split += f", {p.replicas} replicas" if p.replicas > 1 else ""
+    expert_ranks = count_expert_ranks(found.config)
+    split += f", experts on {expert_ranks} data ranks" if expert_ranks > 1 else ""
     split += f", {p.model_chunks} model chunks a stage" if p.model_chunks > 1 else ""
     split += ", zero-bubble schedule" if p.schedule == "zero_bubble" else ""
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
@@ -388,14 +390,16 @@ def in_short(number: float) -> str:
 def make_suggestion_table(plans: Sequence[LayoutPlan], own: LayoutPlan | None, tokens: float) -> Table:
     """One row per plan, with days and cost of this many tokens; the commands are in `commands`."""
     eight = any(plan.config.precision.fp8 for plan in plans)
+    has_experts = any(Choice.of(plan.config).expert > 1 for plan in plans)
     plan_table = make_table(
-        "#", ">TP", ">PP", ">DP", ">CP", ">ZeRO", ">mb x n", "recompute", *(["FP8"] * eight), ">GiB left", ">step s",
-        ">MFU", ">bubble", ">days", ">$", *([">speed"] * (own is not None)),
+        "#", ">TP", ">PP", ">DP", ">CP", *([">EP"] * has_experts), ">ZeRO", ">mb x n", "recompute",
+        *(["FP8"] * eight), ">GiB left", ">step s", ">MFU", ">bubble", ">days", ">$", *([">speed"] * (own is not None)),
     )  # fmt: skip
     plan_table.padding = (0, 1, 0, 0)
     for plan_number, found in enumerate(plans, 1):
         c, lay, time = Choice.of(found.config), found.layout, found.time
-        table_row = [str(plan_number), *map(str, (lay.tensor, lay.pipeline, lay.data, lay.context, c.zero))]
+        table_row = [str(plan_number), *map(str, (lay.tensor, lay.pipeline, lay.data, lay.context))]
+        table_row += [str(c.expert)] * has_experts + [str(c.zero)]
         table_row += [f"{c.micro_batch}x{found.accumulation}", c.recompute]
         table_row += [c.fp8.recipe if c.fp8 else "-"] if eight else []
         table_row += [f"{found.left / GIB:.1f}{'!' * found.tight}", f"{time.seconds:.3g}", f"{time.mfu:.1%}"]
@@ -438,7 +442,7 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
             "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
             "schedule": c.parallel.schedule, "model_chunks": c.parallel.model_chunks,
-            "tensor_overlap": c.parallel.tensor_overlap,
+            "tensor_overlap": c.parallel.tensor_overlap, "expert": count_expert_ranks(c),
             "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,
         },

@@ -11,34 +11,38 @@ CUDA context, NCCL's buffers and scratch space of cuBLAS and cuDNN (`planning.md
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from megastable.config import deepspeed_json
-from megastable.config.rules import LINEARS, caps_logits
+from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears, keeps_weight_casts
 from megastable.optim.ownership import LIMIT
 from megastable.parallel.interleaved import list_passes
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
-from megastable_tools.plan.activations import FP32, PlannedKernels
-from megastable_tools.plan.updates import stage_matrices, update_cost_of
-from megastable_tools.plan.volume import (
+from megastable_tools.plan.activations import PlannedKernels
+from megastable_tools.plan.partition import (
+    FP32,
     Stage,
     count_element_bytes,
+    count_expert_ranks,
+    count_shards,
+    count_tables,
     list_chunk_blocks,
+    pad_flat,
     parameter_groups,
     parameter_sizes,
     round_up,
     stage_bounds,
     stage_of,
-    tied_piece,
 )
+from megastable_tools.plan.updates import list_block_weights, stage_matrices, update_cost_of
+from megastable_tools.plan.volume import tied_piece
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
@@ -151,19 +155,25 @@ def list_footprints(
     cut = stage_bounds(config) if cut is None else cut
     kernels = kernels or kernels_on(config, device)
     zero = read_zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
-    block = activations.list_block_operations(config, kernels)  # the same on all stages
+    has_both = config.model.expert_blocks < config.model.layers
+    kinds_of_blocks = [*([False] if has_both else []), *([True] if config.model.expert_blocks else [])]
+    # The same on all stages. True: with routed experts.
+    blocks_by_kind = {
+        is_routed: activations.list_block_operations(config, kernels, is_routed)
+        for is_routed in kinds_of_blocks
+    }
     steps = deepspeed_json.count_micro_batches(config, layout.world)
     footprints = []
     for stage in range(config.parallel.pipeline) if stages is None else stages:
         chunk_blocks = list_chunk_blocks(cut, stage, config.parallel.model_chunks)
-        held, blocks = stage_of(cut, stage, len(chunk_blocks)), list(chain(*chunk_blocks))
+        held, blocks = stage_of(config, cut, stage), list(chain(*chunk_blocks))
         flying = _count_flying(layout.pipeline, stage, tuple(map(len, chunk_blocks)), steps)
         groups = _flat(config, layout, held)
         memory_items = [
-            *_state(config, layout, held, groups),
+            *_state(config, held, groups),
             *_exchanged(config, layout, held, groups, steps, zero),
-            *_building(config, layout, held, groups),
-            *_activations(config, held, blocks, kernels, flying, block),
+            *_building(config, held, groups),
+            *_activations(config, held, blocks, kernels, flying, blocks_by_kind),
             *_deferred(config, held, min(stage, steps - 1), kernels),
             *_fp8_weights(config, blocks, kernels, flying),
             *_ends(config, held),
@@ -173,7 +183,7 @@ def list_footprints(
         if held.last:
             memory_items += _logits(config, kernels, elements or elements_on(device), device)
         found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
-        footprints.append(Footprint(stage, found_items, _host(config, held, groups, layout)))
+        footprints.append(Footprint(stage, found_items, _host(config, held, groups)))
     return footprints
 
 
@@ -240,13 +250,32 @@ def read_zero_section(name: str, stage: int) -> dict[str, Any]:
     return deepspeed_json.build_deepspeed_json(zero_config, 1)["zero_optimization"]
 
 
-def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
-    """Elements of the optimizer's groups on a rank before ZeRO partitions them, padded for that."""
-    groups = [group.sizes for group in parameter_groups(config, held)]
-    if config.parallel.zero == 3:
-        counted = (Counter(group).items() for group in groups)
-        return [sum(round_up(n, layout.data) * size_count for n, size_count in group) for group in counted]
-    return [round_up(sum(group), 2 * layout.shards) for group in groups]  # to 4 bytes of bf16 on every rank
+class FlatGroup(NamedTuple):
+    """Elements of a group of the optimizer on a rank before ZeRO partitions it, padded for that, and of the rank's own
+    part."""
+
+    whole: int
+    own: int
+
+
+def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[FlatGroup]:
+    flat_groups = list[FlatGroup]()
+    for group in parameter_groups(config, held):
+        shards = count_shards(config, layout.data, group)
+        if config.parallel.zero == 3:
+            whole = sum(round_up(n, layout.data) * size_count for n, size_count in group.counts.items())
+        else:
+            whole = pad_flat(group.total, shards)
+        flat_groups.append(FlatGroup(whole, whole // shards))
+    return flat_groups
+
+
+def _sum_own(groups: Sequence[FlatGroup]) -> int:
+    return sum(group.own for group in groups)
+
+
+def _sum_whole(groups: Sequence[FlatGroup]) -> int:
+    return sum(group.whole for group in groups)
 
 
 def _sums(config: RunConfig) -> bool:
@@ -254,50 +283,52 @@ def _sums(config: RunConfig) -> bool:
     return config.parallel.zero == 1 and config.precision.kind == "bf16"
 
 
-def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+def _state(config: RunConfig, held: Stage, groups: Sequence[FlatGroup]) -> Iterable[Item]:
     """Memory held from step to step; the moments are created by the first update."""
-    e, whole = count_element_bytes(config), sum(groups)
-    own = whole // layout.shards
+    e, whole, own = count_element_bytes(config), _sum_whole(groups), _sum_own(groups)
     made_phases: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
     yield Item("master", "fp32 master weights", own * FP32, made_phases)
-    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, held, groups, layout)))
+    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, held, groups)))
     if _sums(config):
         yield Item("gradients", "fp32 sums of gradients", whole * FP32, made_phases)
     elif config.parallel.zero == 3:
         yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, made_phases)
 
 
-def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+def _building(config: RunConfig, held: Stage, groups: Sequence[FlatGroup]) -> Iterable[Item]:
     """Additional memory before the first step: under ZeRO 3 a layer that is not yet partitioned, then a parameter
     gathered for its hook. A second, flat copy of the weights is `Host.building`."""
     element_bytes = count_element_bytes(config)
     if config.parallel.zero == 3:
         matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor)
-        one_block = Stage(1, first=False, last=False)
-        block_parameters = parameter_sizes(config.model, one_block, config.parallel.tensor)
-        layer = max(sum(map(sum, block_parameters)), *matrix_sizes)
+        block_sizes = [
+            sum(map(sum, parameter_sizes(config.model, held.cut_block(last), config.parallel.tensor)))
+            for last in (False, True)
+        ]
+        layer = max(*block_sizes, *matrix_sizes)
         yield Item("weights", "a layer, whole", layer * element_bytes, ("layers",))
         yield Item("weights", "a parameter, whole", max(matrix_sizes) * element_bytes, ("optimizer",))
     elif not _sums(config):
-        copy_bytes = sum(groups) // layout.shards * FP32
+        copy_bytes = _sum_own(groups) * FP32
         yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("optimizer",))
 
 
 def _exchanged(
-    config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int], steps: int, zero: Mapping[str, Any]
-) -> Iterable[Item]:
+    config: RunConfig, layout: Layout, held: Stage, groups: Sequence[FlatGroup], steps: int,
+    zero: Mapping[str, Any],
+) -> Iterable[Item]:  # fmt: skip
     """DeepSpeed's memory for gradients and weights in transit between the data ranks."""
     if _sums(config):
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         if config.optimizer.clipping.kind == "worker":
-            own_bytes = sum(groups) // layout.shards * FP32 * (2 if layout.replicas > 1 else 1)
+            own_bytes = _sum_own(groups) * FP32 * (2 if layout.replicas > 1 else 1)
             what = "this rank's own gradient, of what it sums and updates"
             yield Item("gradients", what, own_bytes, ("update",))
         return
-    e, whole_elements = count_element_bytes(config), sum(groups)
-    own, zero_stage = whole_elements // layout.shards, config.parallel.zero
+    e, whole_elements = count_element_bytes(config), _sum_whole(groups)
+    own, zero_stage = _sum_own(groups), config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     full = _fill(config, held, bucket) if zero_stage > 1 else 0
     earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
@@ -317,21 +348,28 @@ def _exchanged(
         live += int(zero.get("stage3_prefetch_bucket_size", 5e7))
         yield Item("weights", "gathered weights", min(whole_elements, live) * e, ("watch", *WAITING))
         # Released weights were freed already.
-        first = _flat(config, layout, Stage(1, held.first, last=False))
-        yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
-    copy_bytes = max(groups) // layout.shards * FP32
+        first = _flat(config, layout, replace(held.cut_block(last=False), first=held.first))
+        first_elements = _sum_whole(first)
+        yield Item("weights", "gathered weights of the first block", min(first_elements, live) * e, ("end",))
+    copy_bytes = max(group.own for group in groups) * FP32
     yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("update",))
 
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
     """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
-    matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor)
+    expert_ranks = count_expert_ranks(config)
+    matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor, expert_ranks)
     if sum(matrix_sizes) <= bucket:
         return sum(matrix_sizes)
-    block_sizes, end_sizes = matrix_sizes[: 4 * held.blocks], matrix_sizes[4 * held.blocks :]
-    gradient_order = [*end_sizes[held.first :], *reversed(block_sizes), *end_sizes[: held.first]]
+    inner = len(matrix_sizes) - count_tables(config.model, held)
+    block_sizes, end_sizes = matrix_sizes[:inner], matrix_sizes[inner:]
+    return _fill_most((*end_sizes[held.first :], *reversed(block_sizes), *end_sizes[: held.first]), bucket)
+
+
+@lru_cache(maxsize=256)
+def _fill_most(gradient_sizes: tuple[int, ...], bucket: int) -> int:
     most = bucket_fill = 0
-    for size in gradient_order:
+    for size in gradient_sizes:
         bucket_fill = bucket_fill + size if bucket_fill + size <= bucket else size
         most = max(most, bucket_fill)
     return most
@@ -343,34 +381,42 @@ def _activations(
     blocks: Sequence[int],
     kernels: PlannedKernels,
     flying: Flying,
-    block: Sequence[activations.SavedOperation],
+    blocks_by_kind: Mapping[bool, Sequence[activations.SavedOperation]],
 ) -> Iterable[Item]:
     """Saved activations of the passes in flight, and the temporary memory of the backward pass. blocks: the numbers of
-    the stage's."""
+    the stage's. blocks_by_kind: the operations of one with routed experts, and of one without."""
     z, back = activations.shape_sizes_of(config), "gradients on their way back"
-    for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
-        linear_name = activations.INPUTS.get(saved_tensor.name)
-        fp8_block_count = fp8_blocks(config, blocks, linear_name) if linear_name else 0
-        fp8_bytes = activations.in_fp8(config, saved_tensor, kernels.gpu)
-        each = saved_tensor.bytes * held.blocks + fp8_bytes * fp8_block_count
-        most, ending, one_block = flying.scale(each), flying.scale_rest(each), each // held.blocks
-        yield Item("activations", saved_tensor.name, most, WAITING)
-        # Before the last block only that one is missing; at the end of a backward pass the first one is left.
-        yield Item("activations", saved_tensor.name, most - one_block, ("watch",))
-        yield Item("activations", saved_tensor.name, ending + one_block, ("end",))
+    first_routed, last_routed = (held.cut_block(last).routed > 0 for last in (False, True))
+    for is_routed, block_operations in blocks_by_kind.items():
+        if not (block_count := held.count_blocks(is_routed)):
+            continue
+        alike_blocks = [n for n in blocks if (config.model.experts_of(n) is not None) == is_routed]
+        for saved_tensor in chain(*(saved_operation.saved for saved_operation in block_operations)):
+            linear_name = activations.INPUTS.get(saved_tensor.name)
+            fp8_block_count = fp8_blocks(config, alike_blocks, linear_name) if linear_name else 0
+            fp8_bytes = activations.in_fp8(config, saved_tensor, kernels.gpu)
+            each = saved_tensor.bytes * block_count + fp8_bytes * fp8_block_count
+            most, ending, one_block = flying.scale(each), flying.scale_rest(each), each // block_count
+            yield Item("activations", saved_tensor.name, most, WAITING)
+            # Before the last block only that one is missing; at the end of a backward pass the first one is left.
+            missing = one_block if is_routed == last_routed else 0
+            yield Item("activations", saved_tensor.name, most - missing, ("watch",))
+            left = one_block if is_routed == first_routed else 0
+            yield Item("activations", saved_tensor.name, ending + left, ("end",))
     stream = z.stream * z.e
     yield Item("activations", "input of the last block", stream, ("watch",))
-    block_bytes = beside_bytes = activations.count_backward_bytes(block) + stream
+    beside_bytes = activations.count_backward_bytes(blocks_by_kind[last_routed]) + stream
+    ending_bytes = activations.count_backward_bytes(blocks_by_kind[first_routed]) + stream
     if held.last:
         final = activations.final_norm(config, kernels)
         # On the last stage one micro-batch is in flight.
         final_bytes = activations.count_kept_bytes(final)
         yield Item("activations", "final norm", final_bytes, WAITING)
-        beside_bytes = max(activations.count_backward_bytes(final) + stream, block_bytes - final_bytes)
+        beside_bytes = max(activations.count_backward_bytes(final) + stream, beside_bytes - final_bytes)
         is_scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
         yield Item("activations", "features", z.N * z.h * z.e * (1 + is_scaled), ("loss",))
     yield Item("activations", back, beside_bytes, ("backward",))
-    yield Item("activations", back, block_bytes, ("end",))
+    yield Item("activations", back, ending_bytes, ("end",))
     if config.segmented:
         head_width = config.model.head_width
         place_bytes = z.samples * z.length * head_width * FP32
@@ -385,9 +431,14 @@ def _deferred(config: RunConfig, held: Stage, left: int, kernels: PlannedKernels
     """Under ZB-H1, what weight gradients need of `left` micro-batches, and, when a backward pass comes to the first
     block, of one more."""
     if config.parallel.schedule == "zero_bubble":
-        name, each = "deferred weight gradients", activations.count_deferred_bytes(config, kernels)
-        yield Item("activations", name, each * held.blocks * left, ("watch", *WAITING))
-        yield Item("activations", name, each * (held.blocks * (left + 1) - 1), ("end",))
+        name, of_stage, of_first = "deferred weight gradients", 0, 0
+        for is_routed in (False, True):
+            if block_count := held.count_blocks(is_routed):
+                each = activations.count_deferred_bytes(config, kernels, is_routed)
+                of_stage += each * block_count
+                of_first = of_first or each
+        yield Item("activations", name, of_stage * left, ("watch", *WAITING))
+        yield Item("activations", name, of_stage * (left + 1) - of_first, ("end",))
 
 
 def _fp8_weights(
@@ -401,12 +452,20 @@ def _fp8_weights(
     if fp8 is None:
         return
     is_emulated = fp8.backend == "emulated" or not kernels.gpu
-    one = parameter_sizes(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
 
     def copies(block_numbers: Sequence[int]) -> int:
-        linears = zip(LINEARS, one, strict=True)
-        layouts = 1 if is_emulated else 2
-        return sum(layouts * n * fp8_blocks(config, block_numbers, linear) for linear, n in linears)
+        layouts, copied = 1 if is_emulated else 2, 0
+        for block_number in block_numbers:
+            in_eight = fp8_linears(config, block_number)
+            block_weights = list_block_weights(
+                config.model, config.model.experts_of(block_number) is not None
+            )
+            copied += sum(
+                weight.count_elements(config.parallel.tensor)
+                for weight in block_weights
+                if weight.name in in_eight
+            )
+        return layouts * copied
 
     if keeps_weight_casts(config):
         yield Item("weights", name, copies(blocks), PASSES if is_emulated else STEP)
@@ -506,7 +565,7 @@ def _scratch(
     config: RunConfig,
     layout: Layout,
     held: Stage,
-    groups: Sequence[int],
+    groups: Sequence[FlatGroup],
     kernels: PlannedKernels,
     device: Device,
 ) -> Iterable[Item]:
@@ -525,10 +584,11 @@ def _scratch(
         yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
     is_eager = config.optimizer.moments == "bf16" and not kernels.compile
     scratch_bytes = 5 if is_eager else update_cost_of(config.optimizer).scratch
-    size = min(UPDATE_CHUNK[device], max(groups))
+    largest_group = max(group.whole for group in groups)
+    size = min(UPDATE_CHUNK[device], largest_group)
     yield Item("buffers", "the update's intermediate results", scratch_bytes * size * FP32, ("update",))
     if _sums(config) and device == "cpu" and config.optimizer.name == "adamw" and not is_eager:
-        scaled_bytes = min(FUSED_CHUNK, max(groups)) * FP32
+        scaled_bytes = min(FUSED_CHUNK, largest_group) * FP32
         yield Item("buffers", "clipped gradients, a chunk", scaled_bytes, ("update",))
     if config.optimizer.name == "muon":
         yield from _orthogonalized(config, layout, held)
@@ -543,18 +603,18 @@ def _scratch(
         yield Item("buffers", "scores of a block", scores * (FP32 + slope_bytes + z.e * (1 + not_kept)))
 
 
-def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Iterable[int]:
+def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[FlatGroup]) -> Iterable[int]:
     """Bytes of every tensor of the optimizer's flat state, fp32 masters left out, on this rank."""
     state_width = 2 if config.optimizer.moments == "bf16" else FP32
-    for element_count, of in zip(groups, parameter_groups(config, held), strict=True):
-        yield from [element_count // layout.shards * state_width] * of.moments
+    for flat_group, of in zip(groups, parameter_groups(config, held), strict=True):
+        yield from [flat_group.own * state_width] * of.moments
 
 
 def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
     """Muon: messages of a round, on both sides, the matrices that this rank owns, and intermediate results of the
     largest one."""
     e = 2 if config.precision.kind == "bf16" else FP32
-    all_of = stage_matrices(config.model, held.blocks)
+    all_of = stage_matrices(config.model, held.blocks, held.routed)
     largest = max(m.numel for m in all_of)
     here = max(min(sum(m.numel for m in all_of) // (config.parallel.tensor * layout.data), LIMIT), largest)
     yield Item("buffers", "matrices exchanged", 2 * here * e, ("update",))
@@ -562,15 +622,14 @@ def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[
     yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square_elements) * e, ("update",))
 
 
-def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Host:
-    sizes = [n // layout.shards * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
-    state = sum(sizes)
+def _host(config: RunConfig, held: Stage, groups: Sequence[FlatGroup]) -> Host:
+    state = _sum_own(groups) * FP32 + sum(_optimizer_state(config, held, groups))
     kept = config.stability.snapshots
     copy_bytes = state if config.checkpoint.asynchronous else 0
     # DeepSpeed flattens the weights in host memory: under ZeRO 3 this rank's partition; under ZeRO 1 and 2 old and new
     # copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device.
-    flattened = 0 if _sums(config) else sum(groups) + max(groups)
+    flattened = 0 if _sums(config) else _sum_whole(groups) + max(group.whole for group in groups)
     if config.parallel.zero == 3:
-        flattened = sum(groups) // layout.shards
+        flattened = _sum_own(groups)
     building = flattened * count_element_bytes(config)
     return Host(state, kept.keep if kept.interval else 0, copy_bytes, building)

@@ -10,7 +10,8 @@ DeepSpeed files allow. It prunes what cannot be better: a ring that writes its s
 recomputation than one that does not fit, more recomputation than needed, and tensor parallelism without sequence
 parallelism where that is possible: it sends the same bytes and takes more memory (in tiny models its fewer messages are
 faster). Chunks of `parallel.tensor_overlap`, and then a replica a host (`parallel.replicas`), are chosen for those that
-fit and may become the fastest of their tensor x pipeline by them.
+fit and may become the fastest of their tensor x pipeline by them. Of routed experts, all numbers of data ranks that can
+share them out are tried.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import find_misfit
 from megastable.parallel.layout import Layout
-from megastable_tools.plan import volume
+from megastable_tools.plan import partition
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.memory import Device, Footprint, list_footprints, read_zero_section
 from megastable_tools.plan.time import StepTime, step_time
@@ -65,13 +66,15 @@ class Choice(NamedTuple):
     model_chunks: int
     tensor_overlap: int
     replicas: int
+    expert: int
     micro_batch: int
     fp8: Fp8Config | None
 
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
-        parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-2]]
-        return cls._make([*parallel_keys, config.train.micro_batch, config.precision.fp8])
+        parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-3]]
+        expert_ranks = partition.count_expert_ranks(config)
+        return cls._make([*parallel_keys, expert_ranks, config.train.micro_batch, config.precision.fp8])
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,17 @@ def _judged(
                 has_room = False
                 for is_kept, recompute_ways in ways_kept.items():
                     for recompute_way in () if has_room else tuple(recompute_ways):
-                        choice = Choice(*axes, recompute_way, is_kept, *order, 1, 1, micro_batch, fp8_config)
+                        choice = Choice(
+                            *axes[:-1],
+                            recompute_way,
+                            is_kept,
+                            *order,
+                            1,
+                            1,
+                            axes[-1],
+                            micro_batch,
+                            fp8_config,
+                        )
                         candidate = apply_choice(config, choice)
                         layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                         if layout_plan:
@@ -319,7 +332,9 @@ def _factors(config: RunConfig, gpus: int) -> bool:
     return any(gpus % shared_rank == 0 and gpus // shared_rank <= m.layers for shared_rank in shared_ranks)
 
 
-Axes = tuple[int, int, int, Way, bool, int]  # tensor, pipeline, context, context_by, sequence, zero
+Axes = tuple[
+    int, int, int, Way, bool, int, int
+]  # tensor, pipeline, context, context_by, sequence, zero, expert
 
 
 def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
@@ -349,17 +364,29 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                 ways = [config.parallel.context_by]
                 if context_ranks > 1:
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
-                for zero, way in product(zero_stages, ways):
-                    layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero
-                    least_choice = Choice(*layout_axes, "full", False, "1f1b", 1, 1, 1, 1, None)
+                expert_counts = _list_expert_counts(config, data_ranks)
+                for zero, way, expert in product(zero_stages, ways, expert_counts):
+                    layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero, expert
+                    least_choice = Choice(*layout_axes[:-1], "full", False, "1f1b", 1, 1, 1, expert, 1, None)
                     if apply_choice(config, least_choice) is not None:
                         yield layout_axes, micro_batches
+
+
+def _list_expert_counts(config: RunConfig, data: int) -> tuple[int, ...]:
+    """Numbers of neighbouring data ranks that can share out experts."""
+    experts = config.model.experts
+    if experts is None or not partition.HAS_EXPERT_RANKS:
+        return (1,)
+    return list_divisors(gcd(experts.count, data))
 
 
 def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
-    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:-2], choice[:-2])))
+    parallel_values = dict(zip(Choice._fields[:-2], choice[:-2]))
+    if not partition.HAS_EXPERT_RANKS:
+        del parallel_values["expert"]
+    new_parallel = old_parallel.model_copy(update=parallel_values)
     changed = {
         "parallel": new_parallel,
         "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),
@@ -403,6 +430,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(replicas=n) for n in reversed(list_divisors(own.replicas)) if n < own.replicas],
         [own._replace(model_chunks=n) for n in reversed(range(1, own.model_chunks))],
         [own._replace(zero=zero_stage, replicas=1) for zero_stage in ZERO if zero_stage > own.zero],
+        [own._replace(expert=n) for n in _list_expert_counts(config, found.layout.data) if n > own.expert],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
         [
@@ -435,7 +463,7 @@ def critical_stages(cut: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
     first_by_size: dict[tuple[int, ...], int] = {}
     last_by_size: dict[tuple[int, ...], int] = {}
     for stage_number in range(1, last_stage):
-        stage_size = tuple(map(len, volume.list_chunk_blocks(cut, stage_number, chunks)))
+        stage_size = tuple(map(len, partition.list_chunk_blocks(cut, stage_number, chunks)))
         first_by_size.setdefault(stage_size, stage_number)
         last_by_size[stage_size] = stage_number
     return tuple(sorted({0, last_stage, *first_by_size.values(), *last_by_size.values()}))
@@ -444,7 +472,7 @@ def critical_stages(cut: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     p = config.parallel
     layout = Layout(p.tensor, p.pipeline, data, p.context, p.replicas, p.expert)
-    cut = tuple(volume.stage_bounds(config))
+    cut = tuple(partition.stage_bounds(config))
     device: Device = "cpu" if cluster.device == "cpu" else "cuda"
     stage_numbers = critical_stages(cut, config.parallel.model_chunks)
     footprints = list_footprints(config, layout, device=device, cut=cut, stages=stage_numbers)

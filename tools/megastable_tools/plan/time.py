@@ -22,7 +22,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -31,9 +30,10 @@ from megastable.config.rules import writes_scores
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token, fp8_linears, layer_costs
 from megastable.parallel.layout import Layout
-from megastable_tools.plan import volume, work
+from megastable_tools.plan import partition, volume, work
 from megastable_tools.plan.activations import shape_sizes_of
 from megastable_tools.plan.cluster import ClusterConfig
+from megastable_tools.plan.links import estimate_latency, find_crossing
 from megastable_tools.plan.work import Operation
 
 DAY = 86_400.0
@@ -51,15 +51,18 @@ class TimeShare:
 
 
 PART = {
-    work.PRODUCT: "products", work.EIGHT: "products", work.ATTENTION: "attention", work.MEMORY: "memory",
-    work.STREAM: "memory", work.CAST: "casts",
+    work.PRODUCT: "products", work.EIGHT: "products", work.EXPERT: "products", work.WIDE: "products",
+    work.ATTENTION: "attention", work.MEMORY: "memory", work.ROUTING: "memory", work.STREAM: "memory",
+    work.CAST: "casts",
 }  # fmt: skip
 NAMES = {
     work.PRODUCT: "matrix products", work.EIGHT: "matrix products in FP8", work.ATTENTION: "attention",
+    work.EXPERT: "products of experts", work.WIDE: "products of routers", work.ROUTING: "tokens to experts and back",
     work.MEMORY: "norms, activations, loss", work.STREAM: "sums of gradients", work.CAST: "casts to FP8",
 }  # fmt: skip
 COMPUTING = ("products", "attention", "memory", "casts", "recomputation")
-KINDS = (*COMPUTING, "tensor", "context", "pipeline", "bubble", "data", "update")
+KINDS = (*COMPUTING, "tensor", "context", "expert", "pipeline", "bubble", "data", "update")
+INSIDE = ("tensor", "context", "expert", "pipeline")  # groups whose messages are part of a micro-batch
 # Sent once per step, or once per micro-batch.
 SUMS = ("gradients", volume.ACROSS, volume.MOVED)
 LARGE = (*SUMS, "weights", "tied embedding", "momentum of matrices", "orthogonalized matrices")
@@ -203,7 +206,8 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
 
 
 class BlockKind(NamedTuple):
-    """Blocks that take the same time. eight: their layers in FP8; like: the first block with their window and norms."""
+    """Blocks that take the same time. eight: their layers in FP8; like: the first block with their window, norms and
+    kind of MLP."""
 
     eight: frozenset[str]
     like: int
@@ -216,22 +220,29 @@ class _Prediction:
         self, config: RunConfig, layout: Layout, cluster: ClusterConfig, zero: Mapping[str, Any], others: Others
     ) -> None:  # fmt: skip
         self.config, self.layout, self.cluster, self.zero, self.others = config, layout, cluster, zero, others
-        self.micro_batches = volume.count_micro_batches(config, layout.data)
-        self.cut = volume.stage_bounds(config)
+        self.micro_batches = partition.count_micro_batches(config, layout.data)
+        self.cut = partition.stage_bounds(config)
         self.sizes = shape_sizes_of(config)
         self.members = volume.count_members(config, layout.data)
-        self.links = {group_name: find_crossing(group_name, layout, cluster) for group_name in self.members}
+        expert_ranks = partition.count_expert_ranks(config)
+        self.links = {
+            group_name: find_crossing(group_name, layout, cluster, expert_ranks)
+            for group_name in self.members
+        }
         # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
         wanted = config.kernels.compile
         is_compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
         self.fused = is_compiled or others.fused
+        # torch's kernel is for bf16 on Hopper GPUs and newer ones, which are those with FP8.
+        has_kernel = cluster.tflops.fp8 is not None and config.precision.kind == "bf16"
+        self.is_grouped = work.groups_experts(config, has_kernel)
         self.loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
         base_peak = cluster.tflops.fp32 if config.precision.kind == "fp32" else cluster.tflops.bf16
         if base_peak is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
         self.peak = base_peak * 1e12
-        # The first block with a window and a place of norms.
-        self._alike: dict[tuple[int | None, str], int] = {}
+        # The first block with a window, a place of norms, and routed experts or none.
+        self._alike: dict[tuple[int | None, str, bool], int] = {}
         self.held = [self._held(stage_number) for stage_number in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
         self._blocks: dict[BlockKind, list[tuple[Operation, float]]] = {}
@@ -319,17 +330,18 @@ class _Prediction:
 
     # Computing
 
-    def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[BlockKind, int], ...]]:
+    def _held(self, stage: int) -> tuple[partition.Stage, tuple[tuple[BlockKind, int], ...]]:
         """The layers of a stage, and the number of its blocks by kind."""
         chunks = self.config.parallel.model_chunks
-        held = volume.stage_of(self.cut, stage, chunks)
-        numbers = chain(*volume.list_chunk_blocks(self.cut, stage, chunks))
+        held = partition.stage_of(self.config, self.cut, stage)
+        numbers = chain(*partition.list_chunk_blocks(self.cut, stage, chunks))
         counted = Counter(self._kind(number) for number in numbers)
         return held, tuple(sorted(counted.items(), key=lambda item: (sorted(item[0].eight), item[0].like)))
 
     def _kind(self, number: int) -> BlockKind:
         m = self.config.model
-        first_alike = self._alike.setdefault((m.window_of(number), m.placement_of(number)), number)
+        shape_key = m.window_of(number), m.placement_of(number), m.experts_of(number) is not None
+        first_alike = self._alike.setdefault(shape_key, number)
         return BlockKind(fp8_linears(self.config, number), first_alike)
 
     def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:
@@ -347,7 +359,13 @@ class _Prediction:
         """The operations of one block of this kind, and the seconds of each; cached for all stages."""
         if kind not in self._blocks:
             blocks = work.list_block_work(
-                self.config, self.sizes, kind.eight, self.fused, kind.like, self.micro_batches
+                self.config,
+                self.sizes,
+                kind.eight,
+                self.fused,
+                kind.like,
+                self.micro_batches,
+                self.is_grouped,
             )
             block_operations = list(blocks)
             if self.others.scores or (
@@ -369,6 +387,8 @@ class _Prediction:
             if o.kind == work.EIGHT:
                 assert self.cluster.tflops.fp8 is not None
                 best_rate = self.cluster.tflops.fp8 * 1e12 * e.products_fp8
+            elif o.kind == work.WIDE and self.cluster.tflops.fp32 is not None:
+                best_rate = self.cluster.tflops.fp32 * 1e12 * e.products
             computing_seconds = o.flops * (1 + e.half_size / o.shortest) / (best_rate * e.sustained)
         memory_share = e.streams if o.kind == work.STREAM else e.memory
         moving_seconds = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * memory_share)
@@ -429,7 +449,7 @@ class _Prediction:
         """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            is_inside = term.group in ("tensor", "context", "pipeline") and self.members[term.group] > 1
+            is_inside = term.group in INSIDE and self.members[term.group] > 1
             if (
                 is_inside
                 and term.collective != "receive"
@@ -483,7 +503,7 @@ class _Prediction:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            if term.group in ("data", "shard", "replica", "stage", "tied", "world", "model"):
+            if term.group in ("data", "shard", "replica", "twins", "stage", "tied", "world", "model"):
                 terms_by_group[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
         zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
         time_lines = []
@@ -557,111 +577,3 @@ def _makes_even(term: volume.Term) -> bool:
 
 def _beside(hidden: float) -> str:
     return f"; {hidden:.3g} s more behind the computing" if hidden else ""
-
-
-# Links that a group of ranks crosses, and the cost of a message there
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The link between the members of a group.
-
-    rate: bytes a second that leave a rank in a ring; own: on the slowest link crossed; inside: on the host's.
-    near, far: latency in seconds inside a host and between two. hosts: number that the group spans;
-    together: its members in one host.
-    """
-
-    name: str
-    rate: float
-    own: float
-    inside: float
-    near: float
-    far: float
-    hosts: int
-    together: int
-
-    @property
-    def told(self) -> str:
-        return f"over the {self.name} at {self.rate / 1e9:.3g} GB/s"
-
-    def count_seconds(self, collective: str, sent: float, ranks: int) -> float:
-        """Seconds for `sent` bytes that leave each of `ranks` ranks. An all-to-all is not a ring: data for other hosts
-        goes over the network, each rank with its own card, and the rest inside the host at the same time. What a rank
-        sends to one other goes over its own card, too."""
-        if collective == "send":
-            return sent / min(self.own, self.inside)
-        if collective == "all-to-all" and self.hosts > 1:
-            far_bytes = sent * (ranks - self.together) / (ranks - 1)
-            return max(far_bytes / self.own, (sent - far_bytes) / self.inside)
-        return sent / self.rate
-
-
-@lru_cache(maxsize=1024)
-def find_crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
-    """The link that the groups of a kind cross, by the numbers of their ranks: pipeline outermost, tensor innermost,
-    and hosts filled one after another. Of several groups the slowest counts: all wait for it.
-
-    A ring passes through every host once, and what enters a host is divided over the network cards of all of the
-    group's members there: a data-parallel group without tensor parallelism has eight, one with tensor 8 has one.
-    """
-    e, per = cluster.efficiency, cluster.gpus_per_host
-    inside, near = cluster.host.gb_per_second * 1e9 * e.host, cluster.host.latency_us * 1e-6
-    own_rate, far = cluster.network.gb_per_second * 1e9 * e.network, cluster.network.latency_us * 1e-6
-    rank_stride, group_size, first_ranks = _stride(group, layout)
-    found = []
-    for base in sorted({first_rank % per for first_rank in first_ranks}):
-        hosts = Counter(rank // per for rank in range(base, base + group_size * rank_stride, rank_stride))
-        together = min(hosts.values())
-        if len(hosts) == 1:
-            found.append(Crossing("host", inside, inside, inside, near, near, 1, together))
-        else:
-            ring_rate = min(inside, own_rate * together)
-            found.append(Crossing("network", ring_rate, own_rate, inside, near, far, len(hosts), together))
-    return min(found, key=lambda c: (c.rate, c.name == "host"))
-
-
-def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
-    """(distance of neighbours, members, first ranks) of the groups of a kind. For a pipeline these are two neighbouring
-    stages, which communicate, and for tied stages one rank of each."""
-    t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
-    group_starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
-    match group:
-        case "tensor":
-            return 1, t, range(0, lay.world, t)
-        case "context":
-            return t, c, (group_start + g * c * t for group_start in group_starts for g in range(lay.samples))
-        case "data":
-            return t, d, group_starts
-        case "shard":
-            return (
-                t,
-                lay.shards,
-                (start + first * t for start in group_starts for first in range(0, d, lay.shards)),
-            )
-        case "replica":
-            return (
-                lay.shards * t,
-                lay.replicas,
-                (start + j * t for start in group_starts for j in range(lay.shards)),
-            )
-        case "stage":
-            return 1, t * d, range(0, lay.world, t * d)
-        case "pipeline":
-            return t * d, min(p, 2), range(max(p - 1, 1) * t * d)
-        case "tied":
-            return (p - 1) * t * d or 1, min(p, 2), range(t * d)
-    # The whole world, or a tensor group of every stage: the same number of hosts.
-    return (1, lay.world, (0,)) if group == "world" else (t * d, p, (0,))
-
-
-def estimate_latency(collective: str, ranks: int, link: Crossing) -> float:
-    """Seconds of an empty message: a ring's rounds, or a tree's if that is faster (NCCL has no tree for all-gather and
-    reduce-scatter)."""
-    if collective in ("send", "all-to-all"):
-        return link.far
-    ring = (ranks - link.hosts) * link.near + link.hosts * link.far
-    if collective == "all-reduce":
-        return min(2 * ring, 2 * math.ceil(math.log2(ranks)) * link.far)
-    if collective in ("broadcast", "reduce"):
-        return min(ring, math.ceil(math.log2(ranks)) * link.far)
-    return ring

@@ -60,7 +60,7 @@ class PlannedPlacement:
     """See `parallel.sharding.Placement`, which needs torch."""
 
     name: str
-    dim: int
+    dim: int | None
     sections: tuple[int, ...]
 
 
@@ -76,49 +76,118 @@ class PlannedPiece:
     counted: bool = True
 
 
+@dataclass(frozen=True)
+class BlockWeight:
+    """A fused weight of a block, whole. name: inside of the block. dim: the dimension that tensor parallelism splits;
+    None: every rank has all of it."""
+
+    name: str
+    dim: int | None
+    sections: tuple[int, ...]
+    shape: tuple[int, int]
+
+    @property
+    def is_router(self) -> bool:
+        return self.dim is None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is of a routed expert."""
+        return self.name.startswith("mlp.experts.")
+
+    def count_elements(self, tensor: int) -> int:
+        """On a tensor rank."""
+        return self.shape[0] * self.shape[1] // (1 if self.dim is None else tensor)
+
+
+@lru_cache(maxsize=256)
+def list_block_weights(model: ModelConfig, routed: bool, expert_ranks: int = 1) -> tuple[BlockWeight, ...]:
+    """The matrices of a block in order. routed: of one with routed experts, of which a rank has 1 / `expert_ranks`."""
+    h, query_width = model.hidden, model.heads * model.head_width
+    key_width = model.key_value_heads * model.head_width
+
+    def make_weight(name: str, dim: int | None, *sections: int) -> BlockWeight:
+        shape = (h, sum(sections)) if dim == 1 else (sum(sections), h)
+        return BlockWeight(name, dim, sections, shape)
+
+    mlp_widths = {"mlp": model.ffn_width}
+    weights = [
+        make_weight("attention.qkv", 0, query_width, key_width, key_width),
+        make_weight("attention.out", 1, query_width),
+    ]
+    if routed:
+        experts = model.experts
+        assert experts is not None
+        weights.append(make_weight("mlp.router", None, experts.count))
+        own_experts = range(experts.count // expert_ranks)
+        mlp_widths = {f"mlp.experts.{number}": model.expert_width for number in own_experts}
+        if experts.shared:
+            mlp_widths["mlp.shared"] = model.expert_width * experts.shared
+    for mlp_name, width in mlp_widths.items():
+        weights.append(make_weight(f"{mlp_name}.gate_up", 0, width, width))
+        weights.append(make_weight(f"{mlp_name}.down", 1, width))
+    return tuple(weights)
+
+
 @lru_cache(maxsize=64)
-def stage_matrices(model: ModelConfig, blocks: int) -> tuple[Matrix, ...]:
-    """The matrices of a stage of some blocks, whole."""
-    weights = _weights(model, blocks)
+def stage_matrices(model: ModelConfig, blocks: int, routed: int) -> tuple[Matrix, ...]:
+    """The matrices of a stage of some blocks, whole. routed: of these the last ones, with routed experts."""
+    weights = _weights(model, blocks, routed)
     return tuple(m for placed, shape in weights for m in split_in_matrices(placed, shape))
 
 
-def busiest_flops(model: ModelConfig, blocks: int, ranks: int) -> float:
+def busiest_flops(model: ModelConfig, blocks: int, routed: int, ranks: int) -> float:
     """Floating-point operations of the rank of a stage with the most to orthogonalize: about a fair share, or the
     largest matrix if that is more."""
-    matrix_flops = [muon_matrix.flops for muon_matrix in stage_matrices(model, blocks)]
+    matrix_flops = [muon_matrix.flops for muon_matrix in stage_matrices(model, blocks, routed)]
     return max(sum(matrix_flops) / ranks, *matrix_flops)
 
 
 @lru_cache(maxsize=16)
-def stage_rounds(model: ModelConfig, blocks: int, tensor: int, data: int, zero: int) -> list[Round]:
-    """The exchange of a stage, in one round. Under ZeRO 3 the cost grows with the number of ranks times matrices."""
-    stage_weights = list(_weights(model, blocks))
-    weight_sizes = [rows * column_count // tensor for _, (rows, column_count) in stage_weights]
+def stage_rounds(
+    model: ModelConfig, blocks: int, routed: int, tensor: int, data: int, zero: int
+) -> list[Round]:  # fmt: skip
+    """The exchange of a stage, in one round for each of its flat buffers: that of the routers, if there are any, and
+    that of the other matrices. Under ZeRO 3 the cost grows with the number of ranks times matrices."""
+    stage_weights = list(_weights(model, blocks, routed))
+    routers = [weight for weight in stage_weights if weight[0].dim is None]
+    split_weights = [weight for weight in stage_weights if weight[0].dim is not None]
+    both_buffers = [buffer for buffer in (routers, split_weights) if buffer]
+    return [of for buffer in both_buffers for of in _plan_buffer(buffer, tensor, data, zero)]
+
+
+def _plan_buffer(
+    stage_weights: list[tuple[PlannedPlacement, tuple[int, int]]], tensor: int, data: int, zero: int
+) -> list[Round]:  # fmt: skip
+    """The exchange of some weights of a stage, with their whole shapes, that lie in one flat buffer."""
+    weight_sizes = [
+        rows * column_count // (1 if placed.dim is None else tensor)
+        for placed, (rows, column_count) in stage_weights
+    ]
     # ZeRO 1 and 2 cut all together, padded to 4 bytes of bf16 on every rank.
     own = -(-sum(weight_sizes) // (2 * data)) * 2
     held: list[list[PlannedPiece]] = [[] for _ in range(data * tensor)]
     first = 0
     for (placed, (rows, column_count)), weight_size in zip(stage_weights, weight_sizes, strict=True):
-        whole_shape = (rows // tensor, column_count) if placed.dim == 0 else (rows, column_count // tensor)
+        rows //= tensor if placed.dim == 0 else 1
+        column_count //= tensor if placed.dim == 1 else 1
         part = -(-weight_size // data)
         for d in range(data):
             begin, end = (d * part, (d + 1) * part) if zero == 3 else (d * own - first, (d + 1) * own - first)
             begin, end = max(begin, 0), min(end, weight_size)
             for tensor_rank in range(tensor if begin < end else 0):
-                held[d * tensor + tensor_rank].append(PlannedPiece(placed, whole_shape, begin, end - begin))
+                is_counted = placed.dim is not None or tensor_rank == 0
+                piece = PlannedPiece(placed, (rows, column_count), begin, end - begin, counted=is_counted)
+                held[d * tensor + tensor_rank].append(piece)
         first += weight_size
     return plan_rounds(held, tensor, limit=sum(weight_sizes) * tensor)
 
 
-def _weights(model: ModelConfig, blocks: int) -> Iterator[tuple[PlannedPlacement, tuple[int, int]]]:
+def _weights(
+    model: ModelConfig, blocks: int, routed: int
+) -> Iterator[tuple[PlannedPlacement, tuple[int, int]]]:  # fmt: skip
     """The fused weights of some blocks in order, with their whole shapes."""
-    hidden_size, f = model.hidden, model.ffn_width
-    query_width, key_width = model.heads * model.head_width, model.key_value_heads * model.head_width
     for block_number in range(blocks):
-        for weight_name, dim, sections in (
-            ("attention.qkv", 0, (query_width, key_width, key_width)), ("attention.out", 1, (query_width,)),
-            ("mlp.gate_up", 0, (f, f)), ("mlp.down", 1, (f,)),
-        ):  # fmt: skip
-            whole_shape = (sum(sections), hidden_size) if dim == 0 else (hidden_size, sum(sections))
-            yield PlannedPlacement(f"blocks.{block_number}.{weight_name}.weight", dim, sections), whole_shape
+        for weight in list_block_weights(model, block_number >= blocks - routed):
+            weight_name = f"blocks.{block_number}.{weight.name}.weight"
+            yield PlannedPlacement(weight_name, weight.dim, weight.sections), weight.shape

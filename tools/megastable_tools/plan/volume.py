@@ -6,37 +6,56 @@ rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009); context paralle
 arXiv:2309.14509 section 3.1, or a ring, arXiv:2310.01889.
 
 Letters: s tokens of a sample, b samples of a micro-batch, h hidden, e bytes of an activation, A micro-batches of a
-step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample, R replicas.
+step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample, R replicas, E neighbouring data ranks that
+share out the experts of a block.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import lcm
 from typing import Any
 
 from megastable.config.model import ModelConfig
-from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import GPU_ELEMENTS, chunk_size, fp8_linears, layer_costs
+from megastable.model.sizes import GPU_ELEMENTS, chunk_size, fp8_linears
 from megastable.parallel.layout import (
     cut_evenly,
     cut_into_buckets,
-    cut_into_stages,
     find_owned,
     limit_bucket,
-    list_chunks,
 )
-from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
+from megastable_tools.plan.partition import (
+    COLUMNS,
+    FP32,
+    INT64,
+    ROWS,
+    ParameterGroup,
+    Stage,
+    count_element_bytes,
+    count_expert_ranks,
+    count_micro_batches,
+    count_shards,
+    count_tokens,
+    cut_linears,
+    list_chunk_blocks,
+    needs_product,
+    pad_flat,
+    parameter_groups,
+    parameter_sizes,
+    round_up,
+    stage_of,
+    whole_stage,
+)
+from megastable_tools.plan.updates import list_block_weights, stage_matrices, stage_rounds
 
-FP32, FP64, INT32 = 4, 8, 4
-COLUMNS = frozenset({"attention.qkv", "mlp.gate_up"})  # column-parallel layers of LINEARS
-ROWS = frozenset(LINEARS) - COLUMNS
+FP64, INT32 = 8, 4
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
+ROUTER_TOTALS = 4  # of model/experts.py, which needs torch
 DEFAULT_BUCKET = 5e8  # elements of DeepSpeed's reduce_bucket_size
 # What a rank with replicas sends of its sums: names of terms.
 ACROSS, MOVED = "gradients over replicas", "gradients to their owners"
@@ -48,8 +67,9 @@ class Term:
     """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
     group: "tensor", "context", "data", "shard" (the data ranks of a replica), "replica" (those with the same shard),
-    "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the data ranks of
-    a replica on the first and the last stage), "world".
+    "expert" (the data ranks that share out experts), "twins" (the data ranks with the same experts), "stage" (tensor x
+    data), "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the data ranks of a replica on the
+    first and the last stage), "world".
     """
 
     what: str
@@ -63,17 +83,13 @@ class Term:
         return self.bytes * self.calls
 
 
-def count_shards(config: RunConfig, data: int) -> int:
-    """Number of data ranks over which ZeRO shares out the state."""
-    return data // config.parallel.replicas
-
-
 def count_members(config: RunConfig, data: int) -> dict[str, int]:
     """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
-    context_ranks = config.parallel.context
+    context_ranks, expert_ranks = config.parallel.context, count_expert_ranks(config)
     group_sizes = {"tensor": t, "context": context_ranks, "data": data, "pipeline": p}
     shards = count_shards(config, data)
+    group_sizes |= {"expert": expert_ranks, "twins": shards // expert_ranks}
     group_sizes |= {"shard": shards, "replica": config.parallel.replicas, "tied": 2 * shards}
     return group_sizes | {"stage": t * data, "model": t * p, "world": t * p * data}
 
@@ -96,93 +112,6 @@ def count_sent_bytes(term: Term, ranks: int) -> float:
         "receive": 0.0,
     }
     return term.total * ring_rounds[term.collective]
-
-
-def stage_bounds(config: RunConfig) -> list[int]:
-    """Bounds of the stages, or of their chunks, in the list of layers (embedding, blocks, final norm, head)."""
-    return list(_bounds(config.model, config.parallel.pipeline * config.parallel.model_chunks))
-
-
-@lru_cache(maxsize=256)  # the layout search asks repeatedly
-def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    layers = layer_costs(model)
-    return tuple(cut_into_stages([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Layers of a pipeline stage."""
-
-    blocks: int
-    first: bool
-    last: bool
-
-
-def stage_of(cut: Sequence[int], stage: int, chunks: int = 1) -> Stage:
-    """Stage `stage` of layers partitioned by `cut`, from `stage_bounds`, into stages of so many chunks."""
-    stages = (len(cut) - 1) // chunks
-    return Stage(sum(map(len, list_chunk_blocks(cut, stage, chunks))), stage == 0, stage == stages - 1)
-
-
-def list_chunk_blocks(cut: Sequence[int], stage: int, chunks: int = 1) -> list[range]:
-    """The numbers of the blocks of every chunk of a stage. The embedding precedes block 0; final norm and head come
-    last."""
-    return [
-        range(max(layers.start - 1, 0), min(layers.stop, cut[-1] - 2) - 1)
-        for layers in list_chunks(cut, (len(cut) - 1) // chunks, stage)
-    ]
-
-
-def needs_product(model: ModelConfig, block: int) -> bool:
-    """Whether the backward pass of a block needs the result of its last product: a norm that follows it does, the
-    residual sum does not."""
-    return model.placement_of(block) != "before"
-
-
-def cut_linears(config: RunConfig, eight: Set[str]) -> frozenset[str]:
-    """The linear layers of a block that send in chunks (parallel/overlapped.py): those that are not in FP8. eight: of
-    `sizes.fp8_linears`."""
-    return frozenset() if config.parallel.tensor_overlap == 1 else frozenset(LINEARS) - eight
-
-
-def parameter_sizes(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
-    """Elements of every matrix, and of every norm and bias, on one rank."""
-    h, d, f = model.hidden, model.head_width, model.ffn_width
-    q, key_width = model.heads * d, model.key_value_heads * d
-    matrix_sizes = [h * (q + 2 * key_width) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
-    norm_sizes = [h] * (4 if model.norms == "both" else 2)
-    if model.qkv_bias:
-        norm_sizes.append((q + 2 * key_width) // tensor)
-    if model.qk_norm:
-        norm_sizes += [q // tensor, key_width // tensor] if model.qk_norm == "full" else [d, d]
-    # A stage holds a tied embedding once; the last stage has a copy if it is another one.
-    vocabulary_tables = stage.first + (stage.last and not (model.tied and stage.first))
-    return (
-        matrix_sizes * stage.blocks + [model.padded_vocab * h // tensor] * vocabulary_tables,
-        norm_sizes * stage.blocks + [h] * stage.last,
-    )
-
-
-@dataclass(frozen=True)
-class ParameterGroup:
-    """A parameter group of the optimizer on one rank, before ZeRO partitions it: elements of every parameter.
-
-    moments: state tensors, each of as many elements.
-    """
-
-    sizes: list[int]
-    moments: int
-
-
-def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
-    """The optimizer's groups, without empty ones; Muon's matrices are the first."""
-    matrices, norm_sizes = parameter_sizes(config.model, held, config.parallel.tensor)
-    of = update_cost_of(config.optimizer)
-    group_sizes = [ParameterGroup(matrices, of.matrices), ParameterGroup(norm_sizes, of.vectors)]
-    if config.optimizer.name == "muon":
-        inner = len(matrices) - (held.first + held.last - (config.model.tied and held.first and held.last))
-        group_sizes[:1] = [ParameterGroup(matrices[:inner], 1), ParameterGroup(matrices[inner:], 2)]
-    return [parameter_group for parameter_group in group_sizes if parameter_group.sizes]
 
 
 def _watched(config: RunConfig, data: int) -> int:
@@ -222,10 +151,12 @@ def list_step_terms(
     bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
     bytes.
     """
-    chunks = config.parallel.model_chunks
-    held = stage_of(cut, stage, chunks)
-    terms = _activations(config, data, held, list_chunk_blocks(cut, stage, chunks), loss, elements)
+    held = stage_of(config, cut, stage)
+    chunk_blocks = list_chunk_blocks(cut, stage, config.parallel.model_chunks)
+    terms = _activations(config, data, held, chunk_blocks, loss, elements)
     terms += _context(config, data, held)
+    terms += _routers(config, data, held)
+    terms += list_expert_terms(config, data, held)
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
     terms += _zero(config, data, held, zero or {}, data_rank)
@@ -238,25 +169,12 @@ def list_step_terms(
     # the ballot; how often each token is in the batch.
     numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + ballot
     numbers += config.model.vocab_size or 0
+    if config.model.experts is not None:  # what every router has chosen: engine/expert_routing.py
+        numbers += config.model.layers * (2 * config.model.experts.count + ROUTER_TOTALS)
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})
     return [volume_term for volume_term in terms if volume_term.calls]
-
-
-def count_micro_batches(config: RunConfig, data: int) -> int:
-    """Micro-batches of a step: A. Ranks that share samples count together."""
-    return config.train.global_batch // (config.train.micro_batch * (data // config.parallel.context))
-
-
-def count_tokens(config: RunConfig) -> int:
-    """Tokens of a micro-batch on one rank: s b / C."""
-    return config.model.sequence_length * config.train.micro_batch // config.parallel.context
-
-
-def count_element_bytes(config: RunConfig) -> int:
-    """Bytes of an activation, and of a weight in compute precision: e."""
-    return 4 if config.precision.kind == "fp32" else 2
 
 
 def _activations(
@@ -285,7 +203,7 @@ def _activations(
 
     if parallel_config.sequence:
         # Calls of the layers that send in chunks: column-parallel ones, row-parallel ones, and of those the recomputed.
-        cut = {n: cut_linears(config, fp8_linears(config, n)) for n in numbers}
+        cut = {n: cut_linears(config, fp8_linears(config, n), m.experts_of(n) is not None) for n in numbers}
         columns, rows = (sum(len(linears & side) for linears in cut.values()) for side in (COLUMNS, ROWS))
         rows_again = sum(
             len(linears & ROWS) - ("mlp.down" in linears and not needs_product(m, n))
@@ -312,7 +230,8 @@ def _activations(
                 "activations, gathered again",
                 "all-gather",
                 part_bytes,
-                2 * blocks * parallel_config.gathers_again,
+                # Experts keep what they have gathered.
+                (2 * blocks - held.routed) * parallel_config.gathers_again,
             ),
             *slices("their gradients", "reduce-scatter", whole_bytes, entered, cut_sums),
             *slices("their gradients", "all-gather", part_bytes, left, rows),
@@ -377,6 +296,49 @@ def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
     ]
 
 
+def _routers(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """Routed experts in tensor and context parallelism, beside the tokens: choices and their weights enter the experts'
+    region with them, and the balance loss counts the choices of all ranks that share a micro-batch's tokens."""
+    p, experts = config.parallel, config.model.experts
+    if experts is None:
+        return []
+    calls = held.routed * count_micro_batches(config, data)
+    calls_again = calls * (2 if p.recompute == "full" else 1)
+    choices, load_bytes = count_tokens(config) * experts.top_k, experts.count * FP32
+    balance_calls = calls_again * (experts.balance_loss > 0 and experts.balance_over == "micro_batch")
+    terms = list[Term]()
+    if p.tensor > 1 and p.sequence:
+        own_choices, router_bytes = choices // p.tensor, experts.count * config.model.hidden * FP32
+        terms += [
+            Term("choices of experts", "tensor", "all-gather", own_choices * INT64, calls_again),
+            Term("their weights", "tensor", "all-gather", own_choices * FP32, calls_again),
+            Term("gradients of their weights", "tensor", "reduce-scatter", choices * FP32, calls),
+            Term("gradients of routers", "tensor", "all-reduce", router_bytes, calls),
+            Term("loads of experts", "tensor", "all-reduce", load_bytes, balance_calls),
+        ]
+    elif p.tensor > 1:
+        terms.append(Term("gradients of their weights", "tensor", "all-reduce", choices * FP32, calls))
+    if p.context > 1:
+        terms.append(Term("loads of experts", "context", "all-reduce", load_bytes, balance_calls))
+    return terms
+
+
+def list_expert_terms(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """Experts on E data ranks, in every micro-batch and block: how many tokens go to each expert, the tokens there, and
+    their results back; in the backward pass the gradients of both. As if all experts had as many tokens."""
+    experts = config.model.experts
+    if experts is None or count_expert_ranks(config) == 1:
+        return []
+    calls = held.routed * count_micro_batches(config, data)
+    calls_again = calls * (2 if config.parallel.recompute == "full" else 1)
+    row_bytes = count_tokens(config) * experts.top_k * config.model.hidden * count_element_bytes(config)
+    return [
+        Term("counts of tokens", "expert", "all-to-all", experts.count * INT64, calls_again),
+        Term("tokens to experts and back", "expert", "all-to-all", row_bytes, 2 * calls_again),
+        Term("their gradients", "expert", "all-to-all", row_bytes, 2 * calls),
+    ]
+
+
 def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tuple[str, int, int]]:
     """(collective, bytes, calls) of one micro-batch's loss."""
     if loss == "reference":
@@ -416,10 +378,9 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
     """Elements of a tied embedding on one data rank, if two stages have it: it is their first matrix."""
     if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
         return 0
-    # Muon has a group of its own for what it leaves to AdamW.
-    embedding_group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
+    embedding_group = next(group for group in parameter_groups(config, held) if group.tables)
     shards = count_shards(config, data)
-    partition_size = round_up(sum(embedding_group.sizes), 2 * shards) // shards
+    partition_size = pad_flat(embedding_group.total, shards) // shards
     embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
     return min(max(embedding - data_rank % shards * partition_size, 0), partition_size)
 
@@ -436,29 +397,32 @@ def _zero(
 ) -> list[Term]:  # fmt: skip
     """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
     p, micro_batches = config.parallel, count_micro_batches(config, data)
-    group_sizes = [group.sizes for group in parameter_groups(config, held)]
+    groups = parameter_groups(config, held)
     if p.zero == 3:
-        gradients = sum(round_up(n, data) for group_size in group_sizes for n in group_size) * FP32
+        padded_sizes = (round_up(n, data) * calls for group in groups for n, calls in group.counts.items())
+        gradients = sum(padded_sizes) * FP32
         return [
             *_gathered(config, data, held, settings),
             Term("gradients", "data", "reduce-scatter", gradients, micro_batches),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
-    shards, group_kind = count_shards(config, data), "data" if p.replicas == 1 else "shard"
+    shards = count_shards(config, data)
     # DeepSpeed also reduces over a group of one, but does not gather over it.
     weights = _shared(config, data, held, settings, data_rank) if shards > 1 else []
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         bucket_calls = Counter(
-            n for group_buckets in cut_gradients(config, data, held, settings) for n in group_buckets
+            (_name_group(config, group), n)
+            for group, group_buckets in zip(groups, cut_gradients(config, data, held, settings), strict=True)
+            for n in group_buckets
         )
         summed = [
-            Term("gradients", group_kind, "reduce-scatter", n * FP32, bucket_calls[n] * (data > 1))
-            for n in bucket_calls
+            Term("gradients", group_kind, "reduce-scatter", n * FP32, calls * (data > 1))
+            for (group_kind, n), calls in bucket_calls.items()
         ]
         # A slice of every bucket goes over the replicas, and on to its owners.
         slice_calls = Counter[int]()
-        for n, calls in bucket_calls.items() if p.replicas > 1 else ():
+        for (_, n), calls in bucket_calls.items() if p.replicas > 1 else ():
             slice_calls[(n // shards + (data_rank % shards < n % shards)) * FP32] += calls
         for slice_bytes, calls in slice_calls.items():
             summed += [
@@ -466,10 +430,22 @@ def _zero(
                 Term(MOVED, "shard", "all-to-all", slice_bytes, calls),
             ]
         return [*summed, *weights]
-    group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
+    group_totals, sum_count = Counter[str](), micro_batches if p.zero == 2 else 1
+    for group in groups:
+        group_totals[_name_group(config, group)] += group.total
     # To every rank its part, without the padding.
-    summed = [Term("gradients", "data", "reduce-scatter", sum(group_totals) * FP32, sum_count)]
+    summed = [
+        Term("gradients", group_kind, "reduce-scatter", total * FP32, sum_count)
+        for group_kind, total in group_totals.items()
+    ]
     return [*summed, *_checks(config, 0, FP32), *weights]  # the norm piggybacks here, too
+
+
+def _name_group(config: RunConfig, group: ParameterGroup) -> str:
+    """Of the data ranks over which ZeRO shares out a group of parameters."""
+    if group.expert_ranks > 1:
+        return "twins"
+    return "data" if config.parallel.replicas == 1 else "shard"
 
 
 def cut_gradients(
@@ -480,15 +456,21 @@ def cut_gradients(
     In the order of the backward pass: the last bucket of each group is complete when that is over.
     """
     bucket_limit, cut_groups = _limit(settings, data), []
-    for ordered_sizes in _order_sizes(config, held):
-        group_buckets = [
-            sum(ordered_sizes[i] for i in numbers)
-            for numbers in cut_into_buckets(ordered_sizes, bucket_limit)
-        ]
+    for group in parameter_groups(config, held):
+        group_buckets = _cut_sizes(_order_sizes(config, held, group), bucket_limit)
         # DeepSpeed's padding is behind the last parameter.
-        group_buckets[0] += pad_flat(ordered_sizes, count_shards(config, data)) - sum(ordered_sizes)
-        cut_groups.append(group_buckets)
+        padding = pad_flat(group.total, count_shards(config, data, group)) - group.total
+        cut_groups.append([group_buckets[0] + padding, *group_buckets[1:]])
     return cut_groups
+
+
+@lru_cache(maxsize=256)  # the layout search asks repeatedly
+def _cut_sizes(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """Elements of every bucket."""
+    return tuple(sum(sizes[i] for i in numbers) for numbers in cut_into_buckets(sizes, limit))
+
+
+_cut_evenly = lru_cache(maxsize=256)(cut_evenly)
 
 
 def cut_weights(
@@ -498,31 +480,27 @@ def cut_weights(
 
     In the order of the forward pass: the first bucket of each group is read when that begins, or nearly.
     """
-    shards, bucket_limit = count_shards(config, data), _limit(settings, data)
-    return [
-        cut_evenly(sizes, pad_flat(sizes, shards), shards, bucket_limit)
-        for sizes in _order_sizes(config, held)
-    ]
+    bucket_limit, cut_groups = _limit(settings, data), []
+    for group in parameter_groups(config, held):
+        ordered_sizes, group_shards = _order_sizes(config, held, group), count_shards(config, data, group)
+        flat_length = pad_flat(group.total, group_shards)
+        cut_groups.append(_cut_evenly(ordered_sizes, flat_length, group_shards, bucket_limit))
+    return cut_groups
 
 
 def _limit(settings: Mapping[str, Any], data: int) -> int:
     return limit_bucket(int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)), data)
 
 
-def pad_flat(sizes: Sequence[int], ranks: int) -> int:
-    """Elements of a flat buffer that ranks share out: DeepSpeed pads it to 4 bytes of bf16 on every rank."""
-    return round_up(sum(sizes), 2 * ranks)
-
-
-def _order_sizes(config: RunConfig, held: Stage) -> list[list[int]]:
-    """Elements of every parameter in the order of the model, by group."""
+def _order_sizes(config: RunConfig, held: Stage, group: ParameterGroup) -> tuple[int, ...]:
+    """Elements of every parameter of a group in the order of the model."""
     # Of the tables for the vocabulary, which end their group's list, the embedding comes before all blocks.
-    early_tables = int(held.first or (held.last and config.model.tied))
-    table_group, ordered_groups = int(config.optimizer.name == "muon"), []
-    for group_number, group in enumerate(parameter_groups(config, held)):
-        later_ones = len(group.sizes) - (early_tables if group_number == table_group else 0)
-        ordered_groups.append(group.sizes[later_ones:] + group.sizes[:later_ones])
-    return ordered_groups
+    has_early = held.first or (held.last and config.model.tied)
+    later_ones = len(group.sizes) - int(group.tables > 0 and has_early)
+    return group.sizes[later_ones:] + group.sizes[:later_ones]
+
+
+Slice = tuple[str, int]  # a kind of group, and elements
 
 
 def _shared(
@@ -530,17 +508,21 @@ def _shared(
 ) -> list[Term]:  # fmt: skip
     """Updated weights: even slices of every bucket are gathered. Before that they come from the ranks that have updated
     them, in one message for all buckets but those of which each rank has updated an equal part."""
-    e, slice_counts, given_elements = count_element_bytes(config), Counter[int](), 0
-    ranks, group_kind = count_shards(config, data), "data" if config.parallel.replicas == 1 else "shard"
-    for group_buckets in cut_weights(config, data, held, settings):
-        flat_length = group_buckets[-1].stop
-        for bucket in group_buckets:
-            slice_counts[len(bucket) // ranks] += 1
+    e, slice_counts, given_elements = count_element_bytes(config), Counter[Slice](), Counter[str]()
+    cut_groups = cut_weights(config, data, held, settings)
+    for group, group_buckets in zip(parameter_groups(config, held), cut_groups, strict=True):
+        ranks, group_kind = count_shards(config, data, group), _name_group(config, group)
+        own_rank, flat_length = data_rank // group.expert_ranks % ranks, group_buckets[-1].stop
+        for bucket in group_buckets if ranks > 1 else ():
+            slice_counts[group_kind, len(bucket) // ranks] += 1
             if len(group_buckets) > 1:
-                given_elements += len(find_owned(bucket, flat_length, ranks, data_rank % ranks))
-    exchanged = [Term("weights", group_kind, "all-to-all", given_elements * e, 1)] if given_elements else []
+                given_elements[group_kind] += len(find_owned(bucket, flat_length, ranks, own_rank))
+    exchanged = [
+        Term("weights", group_kind, "all-to-all", n * e, 1) for group_kind, n in given_elements.items() if n
+    ]
     return exchanged + [
-        Term("weights", group_kind, "all-gather", n * e, calls) for n, calls in slice_counts.items()
+        Term("weights", group_kind, "all-gather", n * e, calls)
+        for (group_kind, n), calls in slice_counts.items()
     ]
 
 
@@ -550,19 +532,17 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     `worker` counts as if no worker were above the threshold; otherwise gradients are averaged twice.
     """
     m, parallel_config, kind = config.model, config.parallel, config.optimizer.clipping.kind
-    every_stage = Stage(m.layers, first=True, last=True)
-    matrix_sizes, vector_sizes = parameter_sizes(m, every_stage, 1)
-    qkv_width = m.head_width * (m.heads + 2 * m.key_value_heads)
-    rows = m.layers * (qkv_width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
+    matrices, vectors = map(len, parameter_sizes(m, whole_stage(m), 1))
+    rows = sum(matrix_rows * n for (matrix_rows, _), n in _count_shapes(m).items())
+    rows += (1 if m.tied else 2) * m.padded_vocab
     sample_ranks = data // parallel_config.context
     numbers = {
-        "value": 1, "adagc": len(matrix_sizes) + len(vector_sizes), "agc": 2 * (rows + len(vector_sizes)),
-        "worker": sample_ranks,
+        "value": 1, "adagc": matrices + vectors, "agc": 2 * (rows + vectors), "worker": sample_ranks,
     }  # fmt: skip
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
     if kind == "worker" and parallel_config.context > 1:
         for parameter_group in parameter_groups(config, held):
-            padded_size = round_up(sum(parameter_group.sizes), 2 * count_shards(config, data)) * FP32
+            padded_size = pad_flat(parameter_group.total, count_shards(config, data, parameter_group)) * FP32
             terms.append(Term("gradients of a worker", "context", "all-reduce", padded_size, 1))
     return terms
 
@@ -571,10 +551,9 @@ def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[st
     """What an optimizer sums over the ranks within an update: optim/adam_pieces.py,
     adafactor.py. Tables of the whole model, also where a call updates a part of it."""
     m, name = config.model, config.optimizer.name
-    matrices, vector_sizes = parameter_sizes(m, Stage(m.layers, first=True, last=True), 1)
+    matrices, vector_sizes = parameter_sizes(m, whole_stage(m), 1)
     number_bytes = FP64 * (len(matrices) + len(vector_sizes))  # one for every parameter
-    q, key_width, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
-    side_count = m.layers * (2 * q + 2 * key_width + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
+    side_count = sum(sum(shape) * n for shape, n in _count_shapes(m).items())  # rows and columns
     side_count += (1 if m.tied else 2) * (m.padded_vocab + m.hidden)
     sizes = {
         "stable_adamw": [number_bytes],
@@ -582,21 +561,37 @@ def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[st
         "stable_spam": [number_bytes, 2 * number_bytes],  # maxima, then sums
         "adafactor": [FP32 * (side_count + len(matrices)), number_bytes],
     }
+    if name not in sizes:
+        return []
     calls = _updates(config, data, held, settings)
-    return [Term(f"{name}'s update", "world", "all-reduce", size, calls) for size in sizes.get(name, [])]
+    return [Term(f"{name}'s update", "world", "all-reduce", size, calls) for size in sizes[name]]
+
+
+def _count_shapes(model: ModelConfig) -> Counter[tuple[int, int]]:
+    """How many matrices of all blocks have so many rows and columns."""
+    whole, shape_counts = whole_stage(model), Counter[tuple[int, int]]()
+    for is_routed in (False, True):
+        if block_count := whole.count_blocks(is_routed):
+            for weight in list_block_weights(model, is_routed):
+                shape_counts[weight.shape] += block_count
+    return shape_counts
 
 
 def _updates(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> int:
     """How often ZeRO calls the optimizer in a step: for all parameters, or for each sub-group."""
     if config.parallel.zero == 3:
-        sub_group_size, calls = settings.get("sub_group_size", SUB_GROUP), 0
-        for group in parameter_groups(config, held):
-            size = sub_group_size  # the first parameter opens a sub-group
-            for parameter_elements in group.sizes:
-                calls += size >= sub_group_size
-                size = (0 if size >= sub_group_size else size) + round_up(parameter_elements, data) // data
-        return calls
+        limit = int(settings.get("sub_group_size", SUB_GROUP))
+        return sum(_count_sub_groups(group.sizes, data, limit) for group in parameter_groups(config, held))
     return 1
+
+
+@lru_cache(maxsize=256)
+def _count_sub_groups(sizes: tuple[int, ...], data: int, limit: int) -> int:
+    size, calls = limit, 0  # the first parameter opens a sub-group
+    for parameter_elements in sizes:
+        calls += size >= limit
+        size = (0 if size >= limit else size) + round_up(parameter_elements, data) // data
+    return calls
 
 
 def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:
@@ -607,13 +602,20 @@ def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, 
     if config.optimizer.name != "muon" or rank_count == 1:
         return []
     if rank is None:
-        given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // rank_count] * 2
+        all_elements = sum(matrix.numel for matrix in stage_matrices(m, held.blocks, held.routed))
+        given = [(all_elements // rank_count, all_elements // rank_count)]
     else:
-        each, own_rank = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
-        given = [sum(of.count_given(own_rank, back=back) for of in each) for back in (False, True)]
+        each = stage_rounds(m, held.blocks, held.routed, p.tensor, data, p.zero)
+        own_rank = rank[0] * p.tensor + rank[1]
+        given = [(of.count_given(own_rank, back=False), of.count_given(own_rank, back=True)) for of in each]
     e = 2 if config.precision.kind == "bf16" else FP32
-    term_names = "momentum of matrices", "orthogonalized matrices"
-    return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(term_names, given, strict=True)]
+    return [
+        Term(what, "stage", "all-to-all", elements * e, 1)
+        for round_elements in given
+        for what, elements in zip(
+            ("momentum of matrices", "orthogonalized matrices"), round_elements, strict=True
+        )
+    ]
 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
@@ -623,7 +625,7 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     matrix_sizes, norm_sizes = parameter_sizes(m, held, p.tensor)
     total = sum(matrix_sizes) + sum(norm_sizes)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
-    whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrix_sizes, norm_sizes)]
+    whole = [_count_parts(group, data, e) for group in (matrix_sizes, norm_sizes)]
     if all(settings.get(setting_key, 10**9) >= needed for setting_key, needed in enough.items()):
         # All in one call, kept until the end of the backward pass. A tied weight belongs to the whole model, and comes
         # first.
@@ -634,16 +636,28 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     # next.
     uses: Counter[int] = Counter()
     if p.recompute == "full":
-        block = Stage(held.blocks, first=False, last=False)
+        block = replace(held, first=False, last=False)
         for group in parameter_sizes(m, block, p.tensor):
-            uses.update(round_up(n, data) // data * e for n in group)
+            uses.update(_count_parts(group, data, e))
         for block_number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
-            last = m.hidden if needs_product(m, block_number) else m.ffn_width * m.hidden // p.tensor
-            uses[round_up(last, data) // data * e] -= 1
+            experts = m.experts_of(block_number)
+            last_weight = list_block_weights(m, experts is not None)[-1]
+            last = m.hidden if needs_product(m, block_number) else last_weight.count_elements(p.tensor)
+            # The results of routed experts are needed once more, and all of their weights are released.
+            is_next = experts is None or experts.shared > 0 or needs_product(m, block_number)
+            uses[round_up(last, data) // data * e] -= is_next
     for counted_sizes in whole:
         for size, n in counted_sizes.items():
             uses[size] += 2 * n
     return [Term("weights", "data", "all-gather", size, steps * n) for size, n in uses.items()]
+
+
+def _count_parts(sizes: Sequence[int], data: int, width: int) -> Counter[int]:
+    """How many parameters have a part of so many bytes on each data rank. width: bytes of an element."""
+    part_counts = Counter[int]()
+    for size, n in Counter(sizes).items():
+        part_counts[round_up(size, data) // data * width] += n
+    return part_counts
 
 
 def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
@@ -655,7 +669,3 @@ def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
     if config.precision.kind == "fp16" or (config.precision.kind == "bf16" and p.zero == 2):
         terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked_groups]
     return terms
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

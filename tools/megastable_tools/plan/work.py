@@ -19,19 +19,24 @@ from megastable.config.tree import RunConfig
 from megastable.model.sizes import keeps_weight_casts, keys_seen
 from megastable.optim.ownership import ITERATIONS
 from megastable_tools.plan.activations import ShapeSizes
-from megastable_tools.plan.updates import busiest_flops, stage_matrices, update_cost_of
-from megastable_tools.plan.volume import (
+from megastable_tools.plan.partition import (
     COLUMNS,
+    FP32,
+    INT64,
     Stage,
     count_element_bytes,
+    count_expert_ranks,
+    count_shards,
     cut_linears,
     needs_product,
     parameter_groups,
     parameter_sizes,
 )
+from megastable_tools.plan.updates import busiest_flops, list_block_weights, stage_matrices, update_cost_of
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
+EXPERT, WIDE, ROUTING = "product of experts", "product in fp32", "routing"
 MEMORY, STREAM, CAST = "memory", "stream", "cast to FP8"
 
 
@@ -39,8 +44,8 @@ MEMORY, STREAM, CAST = "memory", "stream", "cast to FP8"
 class Operation:
     """`times` operations of one kind in a micro-batch (or in a step, for the update).
 
-    kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
-    operation, a fraction for what is done once a step. beside: the collective over the tensor group that goes on
+    kind: one of the nine above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches
+    per operation, a fraction for what is done once a step. beside: the collective over the tensor group that goes on
     meanwhile (parallel/overlapped.py), in as many calls as there are operations. is_late: a weight's gradient that
     ZB-H1 computes after the others of its backward pass.
     """
@@ -64,11 +69,14 @@ PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
 def list_block_work(
-    config: RunConfig, z: ShapeSizes, eight: Set[str], fused: bool, number: int = 0, micro_batches: int = 1
-) -> Iterator[Operation]:
-    """Block `number` and one of `micro_batches`: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
+    config: RunConfig, z: ShapeSizes, eight: Set[str], fused: bool, number: int = 0, micro_batches: int = 1,
+    is_grouped: bool = False,
+) -> Iterator[Operation]:  # fmt: skip
+    """Block `number` and one of `micro_batches`: forward, recomputation and backward. eight: of `sizes.fp8_linears`.
+    is_grouped: of `groups_experts`."""
     p, fp8_config = config.parallel, config.precision.fp8
-    cut = cut_linears(config, eight)
+    is_routed = config.model.experts_of(number) is not None
+    cut = cut_linears(config, eight, is_routed)
     is_full, is_selective = p.recompute == "full", p.recompute == "selective"
     linear_sizes = (
         (z.h, z.q + 2 * z.k),
@@ -76,7 +84,7 @@ def list_block_work(
         (z.h, 2 * z.f),
         (z.f, z.h),
     )  # (inputs, outputs) on this rank
-    for name, (k, n) in zip(LINEARS, linear_sizes, strict=True):
+    for name, (k, n) in list(zip(LINEARS, linear_sizes, strict=True))[: 2 if is_routed else None]:
         in_eight = name in eight
         product_bytes = (1 if in_eight else z.e) * (z.N * k + k * n) + z.e * z.N * n
         product_kind, flops = EIGHT if in_eight else PRODUCT, 2 * z.N * k * n
@@ -130,7 +138,79 @@ def list_block_work(
     if is_full or (is_selective and not config.parallel.is_ring):
         yield replace(attention_core, when=AGAIN)
     yield replace(attention_core, flops=2.5 * core_flops, bytes=2 * core_bytes, kernels=3, when=BACKWARD)
-    yield from _elementwise(config, z, fused)
+    yield from _elementwise(config, z, fused, is_routed)
+    if is_routed:
+        yield from _list_expert_work(config, z, number, is_grouped)
+
+
+def groups_experts(config: RunConfig, has_kernel: bool) -> bool:
+    """Whether all experts of a block are one product: engine/numerics.py. has_kernel: whether the device has a kernel
+    that is faster than one product for each (model/grouped.py)."""
+    wanted = config.kernels.experts == "grouped" or (config.kernels.experts == "auto" and has_kernel)
+    is_single = config.precision.fp8 is not None or config.parallel.schedule == "zero_bubble"
+    return wanted and config.parallel.zero != 3 and not is_single
+
+
+def _list_expert_work(
+    config: RunConfig, z: ShapeSizes, number: int, is_grouped: bool
+) -> Iterator[Operation]:  # fmt: skip
+    """Router, routed and shared experts of block `number`; every expert has as many tokens. Nothing of it is compiled.
+
+    A grouped product is as efficient as one product of as many rows as an expert has.
+    """
+    experts, p = config.model.experts, config.parallel
+    assert experts is not None
+    own_experts = experts.count // count_expert_ranks(config)
+    rows, width = z.N * experts.top_k, config.model.expert_width // p.tensor
+    shared_width = width * experts.shared
+    is_full, row_elements = p.recompute == "full", rows * z.h
+
+    def both(o: Operation, *backward: Operation, again: bool = is_full) -> Iterator[Operation]:
+        yield o
+        if again:
+            yield replace(o, when=AGAIN)
+        yield from (replace(backward_o, when=BACKWARD) for backward_o in backward)
+
+    router_bytes = (z.e + 2 * FP32) * z.n * z.h + FP32 * z.n * experts.count
+    router_flops = 2 * z.n * z.h * experts.count
+    router = Operation("router", WIDE, router_flops, router_bytes, kernels=4)
+    yield from both(router, replace(router, times=2))
+    # Scores, the choice, its weights, both losses; then choices sorted by expert, as int64.
+    score_bytes, sort_bytes = 12 * FP32 * z.n * experts.count, 16 * INT64 * rows
+    routing = Operation("choices", ROUTING, 0, score_bytes + sort_bytes, kernels=40)
+    yield from both(routing, replace(routing, bytes=score_bytes, kernels=25))
+    # Rows of the tokens, taken by expert; results put back, weighted in fp32, summed.
+    taken = Operation("tokens to experts", ROUTING, 0, 2 * z.e * row_elements, kernels=2)
+    yield from both(taken, replace(taken, bytes=z.e * (4 * row_elements + z.N * z.h), kernels=3))
+    put_bytes = (6 * z.e + 2 * FP32) * row_elements + (2 * FP32 + z.e) * z.N * z.h
+    back_bytes = (4 * z.e + 4 * FP32) * row_elements + (2 * FP32 + z.e) * z.N * z.h
+    results = Operation("results of experts", ROUTING, 0, put_bytes, kernels=5)
+    yield from both(results, replace(results, bytes=back_bytes, kernels=7))
+    products = 1 if is_grouped else own_experts
+    for name, k, n in (("experts.gate_up", z.h, 2 * width), ("experts.down", width, z.h)):
+        product = Operation(
+            name, EXPERT, 2 * rows * k * n / products, z.e * (rows * (k + n) + own_experts * k * n) / products,
+            times=products, shortest=min(rows / own_experts, k, n),
+        )  # fmt: skip
+        late = replace(product, is_late=p.schedule == "zero_bubble")
+        yield from both(product, product, late)
+        if is_grouped:  # gradients of experts without tokens are set to zero
+            yield Operation(name, ROUTING, 0, 2 * z.e * own_experts * k * n, when=BACKWARD)
+    activation = Operation("SwiGLU", MEMORY, 0, 5 * z.e * rows * width / products, products, kernels=2)
+    is_again = p.recompute != "none"
+    yield from both(activation, replace(activation, bytes=2 * activation.bytes, kernels=5), again=is_again)
+    if shared_width:
+        for name, k, n in (("shared.gate_up", z.h, 2 * shared_width), ("shared.down", shared_width, z.h)):
+            product_bytes = z.e * (z.N * (k + n) + k * n)
+            product = Operation(name, PRODUCT, 2 * z.N * k * n, product_bytes, shortest=min(z.N, k, n))
+            late = replace(product, is_late=p.schedule == "zero_bubble")
+            # Recomputation ends before the last product: see `list_block_work`.
+            is_last = name == "shared.down" and not needs_product(config.model, number)
+            yield from both(product, product, late, again=is_full and not is_last)
+        activation = Operation("SwiGLU", MEMORY, 0, 5 * z.e * z.N * shared_width, kernels=2)
+        yield from both(
+            activation, replace(activation, bytes=2 * activation.bytes, kernels=5), again=is_again
+        )
 
 
 def count_attended(config: RunConfig, z: ShapeSizes, number: int) -> float:
@@ -146,8 +226,18 @@ def count_score_work(z: ShapeSizes) -> Operation:
     return Operation("scores", MEMORY, 0, 20 * z.scores * z.e, kernels=12)
 
 
-def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Operation]:
-    """Norms, residuals, QK-norm with RoPE, SwiGLU."""
+def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool, routed: bool) -> Iterator[Operation]:
+    """Norms, residuals, QK-norm with RoPE, SwiGLU. routed: only the attention of a block with experts is compiled, and
+    the experts have SwiGLUs of their own."""
+    if routed:
+        halves = [_elementwise(config, z, part_fused, False) for part_fused in (fused, False)]
+        for is_second, half in enumerate(halves):
+            for o in half:
+                if o.what == "norms and residuals":
+                    yield replace(o, bytes=o.bytes / 2, kernels=o.kernels / 2)
+                elif o.what == "RoPE" and not is_second:
+                    yield o
+        return
     stream, head_elements, ffn_elements = z.n * z.h, z.N * (z.q + z.k), z.N * z.f
     e, model_config, has_norm = z.e, config.model, bool(config.model.qk_norm)
     more = 2 if model_config.norms == "both" else 0  # norms of the products' results
@@ -216,10 +306,15 @@ def list_end_work(config: RunConfig, z: ShapeSizes, held: Stage) -> Iterator[Ope
 
 def count_accumulation(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
     """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
-    parameter_count = sum(map(sum, parameter_sizes(config.model, held, config.parallel.tensor)))
+    m, expert_ranks = config.model, count_expert_ranks(config)
+    parameter_count = sum(map(sum, parameter_sizes(m, held, config.parallel.tensor, expert_ranks)))
     element_bytes = count_element_bytes(config)
     gradient_bytes = parameter_count * (element_bytes + 8 - 4 / micro_batches)
-    return Operation("gradients", STREAM, 0, gradient_bytes, kernels=9 * held.blocks, when=BACKWARD)
+    kernels = 9 * held.blocks
+    if held.routed:
+        more_matrices = len(list_block_weights(m, True, expert_ranks)) - len(list_block_weights(m, False))
+        kernels += more_matrices * held.routed
+    return Operation("gradients", STREAM, 0, gradient_bytes, kernels=kernels, when=BACKWARD)
 
 
 def count_update(config: RunConfig, held: Stage, data: int, fused: bool) -> Operation:
@@ -235,18 +330,20 @@ def count_update(config: RunConfig, held: Stage, data: int, fused: bool) -> Oper
     each += 0 if is_one_pass and o.qk_clip is None else 4
     # Muon's matrices have one moment less, which is read and written.
     size = sum(
-        sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
+        group.total
+        * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
+        / count_shards(config, data, group)
         for group in parameter_groups(config, held)
     )
-    return Operation("update", STREAM, 0, size / (data // config.parallel.replicas), kernels=20)
+    return Operation("update", STREAM, 0, size, kernels=20)
 
 
 def count_orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
     """Newton-Schulz on the matrices that the busiest rank of a stage owns."""
     if config.optimizer.name != "muon":
         return None
-    all_of = stage_matrices(config.model, held.blocks)
-    flops = busiest_flops(config.model, held.blocks, config.parallel.tensor * data)
+    all_of = stage_matrices(config.model, held.blocks, held.routed)
+    flops = busiest_flops(config.model, held.blocks, held.routed, config.parallel.tensor * data)
     element_bytes = 2 if config.precision.kind == "bf16" else 4
     mean_elements = sum(m.numel for m in all_of) / len(all_of)
     each = sum(m.flops for m in all_of) / len(all_of)
