@@ -22,7 +22,7 @@ from megastable_tools.plan import activations
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
 SOME = [
     "one", "one, Gemma 2", "one, Gemma 2, compiled", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2",
-    "DP2 ZeRO 3 full",
+    "DP2 ZeRO 3 full", "one, experts shared, first dense", "PP2 experts",
 ]  # fmt: skip
 FEW = ["one", "one, fp16", "DP2 ZeRO 3 full"]
 ALL = os.environ.get("MEGASTABLE_FOOTPRINTS") == "all"

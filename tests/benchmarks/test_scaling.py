@@ -218,6 +218,11 @@ def test_a_ring_sends_keys_and_values_round_and_their_gradients_in_fp32(recomput
         "Adafactor TP2xDP2 ZeRO 3",
         "Muon DP3 ZeRO 3 fp32",
         "Muon TP2xPP2xDP2 QK-clip",
+        "TP2+SP experts full in chunks",
+        "DP4 ZeRO 1 experts, in buckets",
+        "DP2 ZeRO 3 experts full keeps nothing",
+        "CP2 experts full",
+        "Muon TP2xDP2 experts",
     ],
 )
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:

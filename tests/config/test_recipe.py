@@ -230,6 +230,7 @@ RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
 # The batch of each in tokens a step, as published for models of its size.
 TOKENS = {
     "125m": 0.5e6, "350m": 0.5e6, "1.3b": 1e6, "1.3b-fp8": 1e6, "7b": 4e6, "7b-fp8": 4e6, "70b": 16e6, "405b": 16e6,
+    "moe-7b-a1b": 4e6, "moe-30b-a3b": 4e6,
 }  # fmt: skip
 
 
@@ -259,9 +260,16 @@ def test_recipe_has_the_size_of_its_name(name: str) -> None:
     tokens_in_all = re.search(r"([\d.]+)([BT])\s+tokens in all", header.replace("\n#", ""))
     assert vocabulary is not None and tokens_in_all is not None
     c = load_recipe(path, [f"model.vocab_size={vocabulary[1].replace(',', '')}"])
-    size = name.removesuffix("-fp8")
+    size, _, active = name.removesuffix("-fp8").removeprefix("moe-").partition("-a")
     wanted = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     assert count_parameters(c.model) == pytest.approx(wanted, rel=0.1)
+    if active:  # rounded down
+        said_active = re.search(r"of which ([\d.]+)B\s+compute a token", header.replace("\n#", ""))
+        assert said_active is not None and int(float(said_active[1])) == int(active[:-1])
+        used = count_parameters(c.model) - c.model.hidden * 3 * (
+            c.model.mlp_widths() - c.model.mlp_widths(True)
+        )
+        assert float(said_active[1]) == pytest.approx(used / 1e9, abs=0.05)
     tokens = c.train.global_batch * c.model.sequence_length
     assert tokens == pytest.approx(TOKENS[name], rel=0.06)
     said = float(tokens_in_all[1]) * {"B": 1e9, "T": 1e12}[tokens_in_all[2]]

@@ -49,14 +49,14 @@ def with_memory(bytes_: float) -> ClusterConfig:
 
 def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]:
     """Every value of every setting that config/tree.py and the DeepSpeed files accept, without a thought; but one
-    replica, as on one host."""
+    replica, as on one host, and without routed experts."""
     sizes = range(1, gpus + 1)
     settings_ = itertools.product(
         sizes, sizes, sizes, search.CONTEXT_BY, (False, True), range(4), search.RECOMPUTE, (False, True),
         search.ORDERS, (1, *search.CHUNKS), (1,), range(1, base.train.global_batch + 1), (base.precision.fp8,),
     )  # fmt: skip
     for *first, order, overlap, replicas, micro_batch, fp8 in settings_:
-        choice = Choice(*first, *order, overlap, replicas, micro_batch, fp8)
+        choice = Choice(*first, *order, overlap, replicas, 1, micro_batch, fp8)
         if (
             gpus % (choice.tensor * choice.pipeline * choice.context)
             or base.train.global_batch % choice.micro_batch
@@ -68,7 +68,7 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
             continue  # as deepspeed_config.data_parallel and config/rules.py say, but sooner
         tree = base.model_dump(mode="json")
         tree["train"]["micro_batch"] = choice.micro_batch
-        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:-2]}
+        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:-3]}
         try:
             config = recipe.validate_tree(tree, "test")
             data = deepspeed_json.size_of_data_parallel(config, gpus)
