@@ -135,6 +135,8 @@ LAYOUTS = {
     "DP2 ZeRO 1 experts": Case(2, model=EXPERTS),
     "DP2 ZeRO 2 experts": Case(2, {"zero": 2}, EXPERTS),
     "DP2 ZeRO 3 experts": Case(2, {"zero": 3}, EXPERTS),
+    "DP2 experts on 2": Case(2, {"expert": 2}, EXPERTS),
+    "DP2 ZeRO 2 experts on 2": Case(2, {"zero": 2, "expert": 2}, EXPERTS),
 }  # fmt: skip
 
 

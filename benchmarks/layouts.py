@@ -49,7 +49,8 @@ class LayoutCase:
         parallel_section = self.parallel
         tensor, pipeline = parallel_section.get("tensor", 1), parallel_section.get("pipeline", 1)
         data, context = self.world // (tensor * pipeline), parallel_section.get("context", 1)
-        return Layout(tensor, pipeline, data, context, parallel_section.get("replicas", 1))
+        sharing_ranks = parallel_section.get("replicas", 1), parallel_section.get("expert", 1)
+        return Layout(tensor, pipeline, data, context, *sharing_ranks)
 
     @property
     def config(self) -> RunConfig:

@@ -54,6 +54,8 @@ MIXED = {"norms": "mixed", "mixed_share": 0.25}  # the first of four blocks
 MUON: dict[str, Any] = {"name": "muon"}
 CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
 EXPERTS: dict[str, Any] = {"experts": {"count": 6, "top_k": 2, "ffn": 24, "first_dense": 1}}
+# Every token goes to all experts, so that ranks send each other the same.
+ALL_EXPERTS: dict[str, Any] = {"experts": {"count": 4, "top_k": 4, "ffn": 24, "first_dense": 1}}
 SHARED: dict[str, Any] = {"experts": EXPERTS["experts"] | {"shared": 1, "balance_over": "step"}}
 LAYOUTS = {
     "TP2": Case(2, TP2),
@@ -148,6 +150,13 @@ LAYOUTS = {
     ),
     "CP2 experts full": Case(2, {"context": 2, "recompute": "full"}, EXPERTS),
     "PP2xDP2 experts tied": Case(4, PP2, EXPERTS | {"tied": True}),
+    "DP2 experts on 2": Case(2, {"expert": 2}, ALL_EXPERTS),
+    "DP4 experts on 2, in buckets": Case(4, {"expert": 2}, ALL_EXPERTS, zero=SMALL_BUCKETS),
+    "DP4 ZeRO 2 experts on 2 full": Case(
+        4, {"zero": 2, "expert": 2, "recompute": "full"}, ALL_EXPERTS, micro_batch=1
+    ),
+    "TP2+SPxDP2 experts on 2": Case(4, SP2 | {"expert": 2}, ALL_EXPERTS),
+    "PP2xDP4 experts on 4, tied": Case(8, PP2 | {"expert": 4}, ALL_EXPERTS | {"tied": True}),
     "Muon TP2xDP2 experts": Case(4, TP2, EXPERTS, optimizer=MUON),
     "Adafactor DP2 experts AGC": Case(
         2, model=SHARED, optimizer=CLIP | {"name": "adafactor", "clipping": {"kind": "agc"}}
@@ -480,6 +489,8 @@ def _kinds(engine: Any) -> dict[str, str]:
     groups_by_kind = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
     if t.layout.replicas > 1:
         groups_by_kind |= {"shard": [t.shard_group, t.owner_group], "replica": [t.replica_group]}
+    if t.layout.expert > 1:
+        groups_by_kind |= {"expert": [t.experts.group], "twins": [t.find_sharing(True).group]}
     inner = engine.optimizer.optimizer
     groups_by_kind["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
     if t.layout.pipeline > 1:

@@ -223,6 +223,9 @@ def test_a_ring_sends_keys_and_values_round_and_their_gradients_in_fp32(recomput
         "DP2 ZeRO 3 experts full keeps nothing",
         "CP2 experts full",
         "Muon TP2xDP2 experts",
+        "DP4 experts on 2, in buckets",
+        "DP4 ZeRO 2 experts on 2 full",
+        "TP2+SPxDP2 experts on 2",
     ],
 )
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:

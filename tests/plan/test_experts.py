@@ -25,26 +25,30 @@ EXPERTS = {"count": 8, "top_k": 2, "ffn": 512, "shared": 1, "first_dense": 1}
 
 
 def make_config(expert: int = 1, experts: dict[str, Any] | None = None, **parts: Any) -> RunConfig:
-    """expert: data ranks that share out experts, also where the configuration has no key for it."""
+    """expert: data ranks that share out experts."""
     model = {
         "layers": 6, "hidden": 1024, "heads": 16, "ffn": 2816, "sequence_length": 2048, "vocab_size": 32000,
         "experts": EXPERTS | (experts or {}),
     }  # fmt: skip
     tree = {
         "model": model | parts.pop("model", {}),
-        "train": {"global_batch": 64, "micro_batch": 1} | parts.pop("train", {}), "parallel": parts,
+        "train": {"global_batch": 64, "micro_batch": 1} | parts.pop("train", {}),
+        "parallel": parts | {"expert": expert},
     }  # fmt: skip
-    config = RunConfig.model_validate(tree)
-    parallel = config.parallel.model_copy(update={"expert": expert} if expert > 1 else {})
-    return config.model_copy(update={"parallel": parallel})
+    return RunConfig.model_validate(tree)
+
+
+def lay_out(c: RunConfig, data: int) -> Layout:
+    p = c.parallel
+    return Layout(p.tensor, p.pipeline, data, p.context, expert=p.expert)
 
 
 def plan_time(c: RunConfig, data: int = 1, cluster: ClusterConfig = H100) -> StepTime:
-    return step_time(c, Layout(c.parallel.tensor, c.parallel.pipeline, data, c.parallel.context), cluster)
+    return step_time(c, lay_out(c, data), cluster)
 
 
 def plan_memory(c: RunConfig, data: int = 1) -> Footprint:
-    (found,) = list_footprints(c, Layout(c.parallel.tensor, c.parallel.pipeline, data, c.parallel.context))
+    (found,) = list_footprints(c, lay_out(c, data))
     return found
 
 
@@ -196,20 +200,20 @@ def test_gradients_of_experts_are_summed_by_those_that_have_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "expert", "group", "link", "together"),
+    ("layout", "group", "link", "together"),
     [
-        (Layout(data=16), 8, "expert", "host", 8),
-        (Layout(data=16), 16, "expert", "network", 8),
-        (Layout(tensor=2, data=16), 4, "expert", "host", 4),
-        (Layout(tensor=2, data=16), 8, "expert", "network", 4),
-        (Layout(data=16), 8, "twins", "network", 1),
-        (Layout(data=16), 2, "twins", "network", 4),
-        (Layout(data=8), 2, "twins", "host", 4),
-        (Layout(pipeline=2, data=8), 8, "expert", "host", 8),
+        (Layout(data=16, expert=8), "expert", "host", 8),
+        (Layout(data=16, expert=16), "expert", "network", 8),
+        (Layout(tensor=2, data=16, expert=4), "expert", "host", 4),
+        (Layout(tensor=2, data=16, expert=8), "expert", "network", 4),
+        (Layout(data=16, expert=8), "twins", "network", 1),
+        (Layout(data=16, expert=2), "twins", "network", 4),
+        (Layout(data=8, expert=2), "twins", "host", 4),
+        (Layout(pipeline=2, data=8, expert=8), "expert", "host", 8),
     ],
 )
-def test_crossing_of_experts(layout: Layout, expert: int, group: str, link: str, together: int) -> None:
-    found = find_crossing(group, layout, H100, expert)
+def test_crossing_of_experts(layout: Layout, group: str, link: str, together: int) -> None:
+    found = find_crossing(group, layout, H100)
     assert (found.name, found.together) == (link, together)
 
 
@@ -222,16 +226,12 @@ def test_experts_of_two_hosts_are_slower_than_of_one() -> None:
     assert seconds[16] / seconds[8] == pytest.approx((8 / 16) / 42.5 / ((7 / 8) / 360), rel=0.03)
 
 
-def test_search_tries_all_ways_to_share_experts_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the configuration has a key for it."""
+def test_search_tries_all_ways_to_share_experts_out() -> None:
     c = make_config(model={"layers": 2}, train={"global_batch": 16})
 
     def try_on(gpus: int) -> set[int]:
         return {axes[-1] for axes, _ in search.list_families(c, gpus) if axes[:3] == (1, 1, 1)}
 
-    monkeypatch.setattr(partition, "HAS_EXPERT_RANKS", False)
-    assert try_on(16) == {1}
-    monkeypatch.setattr(partition, "HAS_EXPERT_RANKS", True)
     assert try_on(16) == {1, 2, 4, 8} and try_on(6) == set() and try_on(4) == {1, 2, 4}
     plans = search.search_layouts(c, 2, H100).plans
     shared_out = [plan for plan in plans if search.Choice.of(plan.config).expert == 2]

@@ -42,7 +42,7 @@ CASES = [
     f"7b 2 cpu {SMALL} precision.kind=fp32 model.window=256 optimizer.name=adafactor optimizer.adafactor.momentum=0.9",
     f"7b 2 cpu {SMALL} precision.kind=bf16 kernels.attention=blocked model.window=256 model.logit_softcap=30",
     "moe-7b-a1b 8 h100", "moe-30b-a3b 64 h100 model.experts.first_dense=2 model.experts.shared=1",
-    "moe-7b-a1b 8 a100 parallel.zero=3 parallel.tensor=2 parallel.sequence=true optimizer.name=adafactor",
+    "moe-7b-a1b 8 a100 parallel.expert=1 parallel.zero=3 parallel.tensor=2 optimizer.name=adafactor",
     f"7b 4 h100 {SMALL} optimizer.name=stable_adamw model.mup.base_width=512 checkpoint.asynchronous=false",
 ]  # fmt: skip
 

@@ -68,7 +68,7 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
             continue  # as deepspeed_config.data_parallel and config/rules.py say, but sooner
         tree = base.model_dump(mode="json")
         tree["train"]["micro_batch"] = choice.micro_batch
-        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:-3]}
+        tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:-2]}
         try:
             config = recipe.validate_tree(tree, "test")
             data = deepspeed_json.size_of_data_parallel(config, gpus)

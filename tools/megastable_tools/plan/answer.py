@@ -26,7 +26,6 @@ from megastable_tools.plan import cluster as clusters
 from megastable_tools.plan import search
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.memory import KINDS, Device, Kind, list_footprints
-from megastable_tools.plan.partition import count_expert_ranks
 from megastable_tools.plan.search import GIB, HEADROOM, Choice, LayoutPlan, list_overrides, usable_bytes
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -243,8 +242,7 @@ def layout_in_words(found: LayoutPlan) -> str:
     if p.tensor_overlap > 1:
         split += f" in {p.tensor_overlap} chunks"
     split += f", {p.replicas} replicas" if p.replicas > 1 else ""
-    expert_ranks = count_expert_ranks(found.config)
-    split += f", experts on {expert_ranks} data ranks" if expert_ranks > 1 else ""
+    split += f", experts on {p.expert} data ranks" if p.expert > 1 else ""
     split += f", {p.model_chunks} model chunks a stage" if p.model_chunks > 1 else ""
     split += ", zero-bubble schedule" if p.schedule == "zero_bubble" else ""
     fp8_config, again = found.config.precision.fp8, "no" if p.recompute == "none" else p.recompute
@@ -442,7 +440,7 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
             "sequence": c.parallel.sequence, "zero": c.parallel.zero,
             "recompute": c.parallel.recompute, "keep_gathered": c.parallel.keep_gathered,
             "schedule": c.parallel.schedule, "model_chunks": c.parallel.model_chunks,
-            "tensor_overlap": c.parallel.tensor_overlap, "expert": count_expert_ranks(c),
+            "tensor_overlap": c.parallel.tensor_overlap, "expert": c.parallel.expert,
             "micro_batch": c.train.micro_batch, "accumulation": found.accumulation,
             "fp8": c.precision.fp8 and c.precision.fp8.recipe,
         },

@@ -47,7 +47,7 @@ class Crossing:
 
 
 @lru_cache(maxsize=1024)
-def find_crossing(group: str, layout: Layout, cluster: ClusterConfig, expert_ranks: int = 1) -> Crossing:
+def find_crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
     """The link that the groups of a kind cross, by the numbers of their ranks: pipeline outermost, tensor innermost,
     and hosts filled one after another. Of several groups the slowest counts: all wait for it.
 
@@ -57,7 +57,7 @@ def find_crossing(group: str, layout: Layout, cluster: ClusterConfig, expert_ran
     e, per = cluster.efficiency, cluster.gpus_per_host
     inside, near = cluster.host.gb_per_second * 1e9 * e.host, cluster.host.latency_us * 1e-6
     own_rate, far = cluster.network.gb_per_second * 1e9 * e.network, cluster.network.latency_us * 1e-6
-    rank_stride, group_size, first_ranks = _stride(group, layout, expert_ranks)
+    rank_stride, group_size, first_ranks = _stride(group, layout)
     found = []
     for base in sorted({first_rank % per for first_rank in first_ranks}):
         hosts = Counter(rank // per for rank in range(base, base + group_size * rank_stride, rank_stride))
@@ -70,7 +70,7 @@ def find_crossing(group: str, layout: Layout, cluster: ClusterConfig, expert_ran
     return min(found, key=lambda c: (c.rate, c.name == "host"))
 
 
-def _stride(group: str, lay: Layout, expert_ranks: int) -> tuple[int, int, Iterable[int]]:
+def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
     """(distance of neighbours, members, first ranks) of the groups of a kind. For a pipeline these are two neighbouring
     stages, which communicate, and for tied stages one rank of each."""
     t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
@@ -97,14 +97,14 @@ def _stride(group: str, lay: Layout, expert_ranks: int) -> tuple[int, int, Itera
         case "expert":
             return (
                 t,
-                expert_ranks,
-                (start + first * t for start in group_starts for first in range(0, d, expert_ranks)),
+                lay.expert,
+                (start + first * t for start in group_starts for first in range(0, d, lay.expert)),
             )
         case "twins":
             return (
-                expert_ranks * t,
-                d // expert_ranks,
-                (start + j * t for start in group_starts for j in range(expert_ranks)),
+                lay.expert * t,
+                d // lay.expert,
+                (start + j * t for start in group_starts for j in range(lay.expert)),
             )
         case "stage":
             return 1, t * d, range(0, lay.world, t * d)

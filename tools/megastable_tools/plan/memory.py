@@ -30,7 +30,6 @@ from megastable_tools.plan.partition import (
     FP32,
     Stage,
     count_element_bytes,
-    count_expert_ranks,
     count_shards,
     count_tables,
     list_chunk_blocks,
@@ -357,7 +356,7 @@ def _exchanged(
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
     """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
-    expert_ranks = count_expert_ranks(config)
+    expert_ranks = config.parallel.expert
     matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor, expert_ranks)
     if sum(matrix_sizes) <= bucket:
         return sum(matrix_sizes)

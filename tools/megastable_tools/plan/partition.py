@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 
 from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
-from megastable.config.training import ParallelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layout import cut_into_stages, list_chunks
@@ -27,15 +26,6 @@ def count_shards(config: RunConfig, data: int, group: ParameterGroup | None = No
     """Number of data ranks over which ZeRO shares out the state of a group of parameters; None: of all but experts that
     data ranks share out."""
     return data // config.parallel.replicas // (1 if group is None else group.expert_ranks)
-
-
-# Whether data ranks can share out experts. This and the function below alone know the key.
-HAS_EXPERT_RANKS = "expert" in ParallelConfig.model_fields
-
-
-def count_expert_ranks(config: RunConfig) -> int:
-    """Neighbouring data ranks that share out the experts of a block: E."""
-    return int(getattr(config.parallel, "expert", 1))
 
 
 def stage_bounds(config: RunConfig) -> list[int]:
@@ -158,7 +148,7 @@ def parameter_groups(config: RunConfig, held: Stage) -> tuple[ParameterGroup, ..
     """The optimizer's groups, without empty ones: routers, experts that data ranks share out, other matrices (Muon has
     the tables apart), norms."""
     update_cost, is_muon = update_cost_of(config.optimizer), config.optimizer.name == "muon"
-    expert_ranks = count_expert_ranks(config)
+    expert_ranks = config.parallel.expert
     return _make_groups(config.model, config.parallel.tensor, expert_ranks, update_cost, is_muon, held)
 
 

@@ -22,7 +22,7 @@ from megastable.parallel.layout import Layout
 from megastable_tools.plan.cluster import load_cluster
 from megastable_tools.plan.time import Others, StepTime, step_time
 
-SECTIONS = ("model", "train", "parallel", "precision")  # of a RunConfig
+SECTIONS = ("model", "train", "parallel", "precision", "optimizer")  # of a RunConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Published:
     train: Mapping[str, Any]
     parallel: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     tokens_a_gpu: float | None = None
@@ -98,7 +99,9 @@ def make_published_table(runs: Sequence[Published]) -> str:
     for run in runs:
         found, lay, parallel_config = run.predict_step(), run.layout, run.config.parallel
         errors.append(found.seconds / run.measured - 1)
-        axis_sizes = [("T", lay.tensor), ("P", lay.pipeline), ("C", lay.context), ("D", lay.data)]
+        axis_sizes = [
+            ("T", lay.tensor), ("P", lay.pipeline), ("C", lay.context), ("E", lay.expert), ("D", lay.data),
+        ]  # fmt: skip
         where = " ".join(f"{axis_letter}{size}" for axis_letter, size in axis_sizes if size > 1)
         where += f" ZeRO {parallel_config.zero}" if parallel_config.zero > 1 else ""
         run_note = f"; {run.note}" if run.note else ""

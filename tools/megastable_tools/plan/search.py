@@ -72,9 +72,8 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
-        parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-3]]
-        expert_ranks = partition.count_expert_ranks(config)
-        return cls._make([*parallel_keys, expert_ranks, config.train.micro_batch, config.precision.fp8])
+        parallel_keys = [getattr(config.parallel, key) for key in cls._fields[:-2]]
+        return cls._make([*parallel_keys, config.train.micro_batch, config.precision.fp8])
 
 
 @dataclass(frozen=True)
@@ -375,18 +374,13 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
 def _list_expert_counts(config: RunConfig, data: int) -> tuple[int, ...]:
     """Numbers of neighbouring data ranks that can share out experts."""
     experts = config.model.experts
-    if experts is None or not partition.HAS_EXPERT_RANKS:
-        return (1,)
-    return list_divisors(gcd(experts.count, data))
+    return (1,) if experts is None else list_divisors(gcd(experts.count, data))
 
 
 def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
-    parallel_values = dict(zip(Choice._fields[:-2], choice[:-2]))
-    if not partition.HAS_EXPERT_RANKS:
-        del parallel_values["expert"]
-    new_parallel = old_parallel.model_copy(update=parallel_values)
+    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:-2], choice[:-2])))
     changed = {
         "parallel": new_parallel,
         "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -137,7 +137,8 @@ class Others:
     virtual: stages per rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups whose messages go on
     during any computing; ours are hidden by rules of their own. fused: fused elementwise work under ZeRO 3, too.
     summing: products that accumulate weight gradients. scores: attention that writes them out, as before
-    FlashAttention.
+    FlashAttention. routing: each pass reads and writes the rows of experts once, where ours take some four times as
+    long, and a token goes once to a rank with several of its experts (DeepEP).
     """
 
     virtual: int = 1
@@ -145,6 +146,7 @@ class Others:
     fused: bool = False
     summing: bool = False
     scores: bool = False
+    routing: bool = False
 
 
 DEEPSPEED = Others()
@@ -172,11 +174,12 @@ def step_time(
 def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None:
     parallel_config, t = config.parallel, config.train
     p = parallel_config
-    named_sizes = (p.tensor, p.pipeline, p.context, p.replicas)
-    own_sizes = (layout.tensor, layout.pipeline, layout.context, layout.replicas)
-    if named_sizes != own_sizes or layout.data % layout.context or layout.data % layout.replicas:
+    named_sizes = (p.tensor, p.pipeline, p.context, p.replicas, p.expert)
+    own_sizes = (layout.tensor, layout.pipeline, layout.context, layout.replicas, layout.expert)
+    if named_sizes != own_sizes or any(layout.data % size for size in own_sizes[2:]):
         raise ConfigError(
-            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context, replicas = {named_sizes}"
+            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context, replicas, expert = "
+            f"{named_sizes}"
         )
     if odd_batches := [size for size in config.batches.values if size % (t.micro_batch * layout.samples)]:
         size = f"train.global_batch={t.global_batch}"
@@ -224,11 +227,7 @@ class _Prediction:
         self.cut = partition.stage_bounds(config)
         self.sizes = shape_sizes_of(config)
         self.members = volume.count_members(config, layout.data)
-        expert_ranks = partition.count_expert_ranks(config)
-        self.links = {
-            group_name: find_crossing(group_name, layout, cluster, expert_ranks)
-            for group_name in self.members
-        }
+        self.links = {group_name: find_crossing(group_name, layout, cluster) for group_name in self.members}
         # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
         wanted = config.kernels.compile
         is_compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
@@ -391,7 +390,8 @@ class _Prediction:
                 best_rate = self.cluster.tflops.fp32 * 1e12 * e.products
             computing_seconds = o.flops * (1 + e.half_size / o.shortest) / (best_rate * e.sustained)
         memory_share = e.streams if o.kind == work.STREAM else e.memory
-        moving_seconds = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * memory_share)
+        moved_bytes = o.bytes / 4 if o.kind == work.ROUTING and self.others.routing else o.bytes
+        moving_seconds = moved_bytes / (self.cluster.memory_tb_per_second * 1e12 * memory_share)
         return max(computing_seconds, moving_seconds, o.kernels * self.cluster.kernel_us * 1e-6)
 
     def _slot(self, stage: int) -> list[TimeShare]:
@@ -443,7 +443,17 @@ class _Prediction:
             )
             # The parts of others' ranks are even already.
             self._said[stage] = [t for t in step_terms if self.others == DEEPSPEED or not _makes_even(t)]
+            if self.others.routing:
+                self._said[stage] = [self._send_once(t) for t in self._said[stage]]
         return self._said[stage]
+
+    def _send_once(self, term: volume.Term) -> volume.Term:
+        """Of k experts, drawn from all of them, a token has some on E (1 - (1 - 1 / E)^k) of E ranks."""
+        experts, ranks = self.config.model.experts, self.config.parallel.expert
+        if term.group != "expert" or experts is None:
+            return term
+        rank_count = ranks * (1 - (1 - 1 / ranks) ** experts.top_k)
+        return replace(term, bytes=int(term.bytes * rank_count / experts.top_k))
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:
         """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""

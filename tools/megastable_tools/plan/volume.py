@@ -37,7 +37,6 @@ from megastable_tools.plan.partition import (
     ParameterGroup,
     Stage,
     count_element_bytes,
-    count_expert_ranks,
     count_micro_batches,
     count_shards,
     count_tokens,
@@ -86,7 +85,7 @@ class Term:
 def count_members(config: RunConfig, data: int) -> dict[str, int]:
     """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
-    context_ranks, expert_ranks = config.parallel.context, count_expert_ranks(config)
+    context_ranks, expert_ranks = config.parallel.context, config.parallel.expert
     group_sizes = {"tensor": t, "context": context_ranks, "data": data, "pipeline": p}
     shards = count_shards(config, data)
     group_sizes |= {"expert": expert_ranks, "twins": shards // expert_ranks}
@@ -327,7 +326,7 @@ def list_expert_terms(config: RunConfig, data: int, held: Stage) -> list[Term]:
     """Experts on E data ranks, in every micro-batch and block: how many tokens go to each expert, the tokens there, and
     their results back; in the backward pass the gradients of both. As if all experts had as many tokens."""
     experts = config.model.experts
-    if experts is None or count_expert_ranks(config) == 1:
+    if experts is None or config.parallel.expert == 1:
         return []
     calls = held.routed * count_micro_batches(config, data)
     calls_again = calls * (2 if config.parallel.recompute == "full" else 1)

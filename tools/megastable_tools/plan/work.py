@@ -25,7 +25,6 @@ from megastable_tools.plan.partition import (
     INT64,
     Stage,
     count_element_bytes,
-    count_expert_ranks,
     count_shards,
     cut_linears,
     needs_product,
@@ -160,7 +159,7 @@ def _list_expert_work(
     """
     experts, p = config.model.experts, config.parallel
     assert experts is not None
-    own_experts = experts.count // count_expert_ranks(config)
+    own_experts = experts.count // config.parallel.expert
     rows, width = z.N * experts.top_k, config.model.expert_width // p.tensor
     shared_width = width * experts.shared
     is_full, row_elements = p.recompute == "full", rows * z.h
@@ -306,7 +305,7 @@ def list_end_work(config: RunConfig, z: ShapeSizes, held: Stage) -> Iterator[Ope
 
 def count_accumulation(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
     """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
-    m, expert_ranks = config.model, count_expert_ranks(config)
+    m, expert_ranks = config.model, config.parallel.expert
     parameter_count = sum(map(sum, parameter_sizes(m, held, config.parallel.tensor, expert_ranks)))
     element_bytes = count_element_bytes(config)
     gradient_bytes = parameter_count * (element_bytes + 8 - 4 / micro_batches)
