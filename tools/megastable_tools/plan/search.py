@@ -10,8 +10,9 @@ DeepSpeed files allow. It prunes what cannot be better: a ring that writes its s
 recomputation than one that does not fit, more recomputation than needed, and tensor parallelism without sequence
 parallelism where that is possible: it sends the same bytes and takes more memory (in tiny models its fewer messages are
 faster). Chunks of `parallel.tensor_overlap`, and then a replica a host (`parallel.replicas`), are chosen for those that
-fit and may become the fastest of their tensor x pipeline by them. Of routed experts, all numbers of data ranks that can
-share them out are tried.
+fit and may become the fastest of their tensor x pipeline by them. Of the numbers of data ranks that can share out
+routed experts, the first, the last and the largest inside of a host are tried, and all others for the fastest of each
+tensor x pipeline.
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ def search_layouts(
 
 
 def _refine(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """The plans, with chunks and replicas those that may become the fastest of their tensor x pipeline."""
-    return _refine_part(_refine_part(plans, "tensor", _choose_chunks), "data", _choose_replicas)
+    """The plans, with chunks and replicas those that may become the fastest of their tensor x pipeline, and with other
+    numbers of ranks that share out experts those that are."""
+    refined_plans = _refine_part(_refine_part(plans, "tensor", _choose_chunks), "data", _choose_replicas)
+    return _refine_part(refined_plans, "", _choose_expert_ranks)
 
 
 def _refine_part(
@@ -195,6 +198,18 @@ def _refine_part(
             best_seconds[group] = min(layout_plan.time.seconds, best_seconds.get(group, inf))
         refined_plans.append(layout_plan)
     return refined_plans
+
+
+def _choose_expert_ranks(found: LayoutPlan) -> LayoutPlan:
+    """A plan that fits, with the number of ranks that share out experts by which it is fastest."""
+    own_choice = Choice.of(found.config)
+    plans = [found]
+    for expert in list_expert_counts(found.config, found.layout.data):
+        changed_config = apply_choice(found.config, own_choice._replace(expert=expert))
+        if expert != own_choice.expert and changed_config is not None:
+            plans.append(_judge(changed_config, found.layout.data, found.cluster))
+    usable_plans = [plan for plan in plans if plan.fits and plan.tight <= found.tight]
+    return min(usable_plans, key=lambda plan: plan.time.seconds)
 
 
 def _choose_replicas(found: LayoutPlan) -> LayoutPlan:
@@ -241,7 +256,7 @@ def _judged(
     first that is not tight; with `keep_gathered` first, and without it unless nothing is recomputed.
     """
     for fp8_config in precisions:
-        for axes, micro_batches, order in _schedule_families(config, gpus):
+        for axes, micro_batches, order in _schedule_families(config, gpus, cluster.gpus_per_host):
             is_sequence = axes[4]
             ways_kept: dict[bool, list[Recompute]] = {
                 True: ["none", "selective"] if is_sequence else [],
@@ -273,9 +288,11 @@ def _judged(
                             recompute_ways.remove(recompute_way)
 
 
-def _schedule_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...], Order]]:
+def _schedule_families(
+    config: RunConfig, gpus: int, host_gpus: int
+) -> Iterator[tuple[Axes, tuple[int, ...], Order]]:
     """`list_families`, those with pipeline stages by every schedule, and in chunks of the model."""
-    for axes, micro_batches in list_families(config, gpus):
+    for axes, micro_batches in list_families(config, gpus, host_gpus):
         for order in ORDERS if axes[1] > 1 else ORDERS[:1]:
             yield axes, micro_batches, order
 
@@ -336,7 +353,7 @@ Axes = tuple[
 ]  # tensor, pipeline, context, context_by, sequence, zero, expert
 
 
-def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
+def list_families(config: RunConfig, gpus: int, host_gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
     """Axes that config/tree.py allows, and the micro-batches that divide every global batch over them, ascending.
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
@@ -363,7 +380,9 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                 ways = [config.parallel.context_by]
                 if context_ranks > 1:
                     ways = [way for way in CONTEXT_BY if way in ways or way == "ulysses" or not is_written]
-                expert_counts = _list_expert_counts(config, data_ranks)
+                all_counts = list_expert_counts(config, data_ranks)
+                in_host = [n for n in all_counts if n * tensor <= host_gpus]
+                expert_counts = sorted({1, in_host[-1] if in_host else 1, all_counts[-1]})
                 for zero, way, expert in product(zero_stages, ways, expert_counts):
                     layout_axes = tensor, pipeline_stages, context_ranks, way, is_sequence, zero, expert
                     least_choice = Choice(*layout_axes[:-1], "full", False, "1f1b", 1, 1, 1, expert, 1, None)
@@ -371,7 +390,7 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
                         yield layout_axes, micro_batches
 
 
-def _list_expert_counts(config: RunConfig, data: int) -> tuple[int, ...]:
+def list_expert_counts(config: RunConfig, data: int) -> tuple[int, ...]:
     """Numbers of neighbouring data ranks that can share out experts."""
     experts = config.model.experts
     return (1,) if experts is None else list_divisors(gcd(experts.count, data))
@@ -424,7 +443,7 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
         [own._replace(replicas=n) for n in reversed(list_divisors(own.replicas)) if n < own.replicas],
         [own._replace(model_chunks=n) for n in reversed(range(1, own.model_chunks))],
         [own._replace(zero=zero_stage, replicas=1) for zero_stage in ZERO if zero_stage > own.zero],
-        [own._replace(expert=n) for n in _list_expert_counts(config, found.layout.data) if n > own.expert],
+        [own._replace(expert=n) for n in list_expert_counts(config, found.layout.data) if n > own.expert],
         [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
         [
