@@ -15,17 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drills.scenario import Fault, Plan
+from drills.scenario import PLACE, Fault, Plan
+from megastable.config.model import ExpertsConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.patches import replace_attribute
 from megastable.fp8 import emulated
+from megastable.model import experts
 from megastable.model.cores import CORES, Core
+from megastable.model.experts import Routing
 from megastable.model.loss import Features, LossFunction
 from megastable.optim import schedule as optim_schedule
 from megastable.optim.schedule import rate_at
-from megastable.parallel.sharding import Fragment, split_in_rectangles
+from megastable.parallel.sharding import Fragment, placement_of, split_in_rectangles
 
 GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
 TILE = 16  # wrong columns of a broken kernel's product
@@ -38,6 +41,8 @@ FEW, RAMP = 100, 100  # for so many steps; then ever more, up to all
 ROWS, EMBEDDINGS = 64, 16  # of the head that are permuted; embeddings that grow
 COMMON = 259  # the first id of SentencePiece that is more than a byte
 EDITS = ("permuted_head", "shrunk_moments", "cleared_norm", "grown_embeddings", "grown_block")
+ROUTERS, SCALED = "mlp.router.weight", 30.0
+BIASES = {"heavy_expert": 1.0, "dead_expert": -5.0}  # by how much they move that of an expert
 # Validation, and the numbers that a checkpoint is known by.
 ELSEWHERE = ("megastable.training", "megastable.checkpoint", "megastable.engine", "drills")
 
@@ -187,6 +192,28 @@ def growing_outputs(fault: Fault) -> None:
     _before_steps(fault, happens)
 
 
+def growing_router(fault: Fault) -> None:
+    """The weights of all routers: scores get ever sharper."""
+
+    def happens(engine: Engine, step: int) -> None:
+        for _, weight_piece in _weights(engine, ROUTERS):
+            weight_piece.mul_(fault.factor)
+
+    _before_steps(fault, happens)
+
+
+def game_balance(fault: Fault) -> None:
+    """The balance loss is of a sigmoid gate's scores themselves, not of their shares of a token's: it falls if all
+    scores do."""
+    is_broken, real_choice = _lasting(fault), experts.choose_experts
+
+    def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Routing:
+        routing = real_choice(logits, bias, config)
+        return routing._replace(scores=logits.sigmoid()) if is_broken() else routing
+
+    experts.choose_experts = choose
+
+
 def dying_block(fault: Fault) -> None:
     """The output weights of a block are not trained any more, and decay."""
     first_weights: dict[tuple[int, int], Tensor] = {}
@@ -285,6 +312,8 @@ LASTING: dict[str, Callable[[Fault], None]] = {
     "growing_outputs": growing_outputs,
     "dying_block": dying_block,
     "rare_tokens": rare_tokens,
+    "growing_router": growing_router,
+    "gamed_balance": game_balance,
     "grown_gradient": grow_gradient,
     "shifted_labels": shift_labels,
 }
@@ -293,15 +322,24 @@ LASTING: dict[str, Callable[[Fault], None]] = {
 # Faults of one step, once in the life of a run: contexts around it, of (engine, whether it happens here, seed)
 
 
+def nan_gradient(engine: Engine, here: bool, seed: int) -> Around:
+    return spoil_gradient(_matrix(engine), here)
+
+
+def nan_expert(engine: Engine, here: bool, seed: int) -> Around:
+    weight_name = f"{PLACE}.down.weight"
+    (weight,) = (p for p in engine.ds.module.parameters() if placement_of(p).name == weight_name)
+    return spoil_gradient(weight, here)
+
+
 @contextmanager
-def nan_gradient(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+def spoil_gradient(parameter: torch.nn.Parameter, here: bool) -> Iterator[None]:
     def spoil(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         gradient.view(-1)[0] = torch.nan
         return gradient
 
-    chosen_parameter = _matrix(engine)
-    hook_handle = chosen_parameter.register_hook(spoil) if here else None
+    hook_handle = parameter.register_hook(spoil) if here else None
     try:
         yield
     finally:
@@ -389,12 +427,36 @@ def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
     return spoilt
 
 
+@contextmanager
+def scaled_router(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+    for _, weight_piece in _weights(engine, ROUTERS):
+        weight_piece.mul_(SCALED)
+    engine.refresh_weights()
+    yield
+
+
+def shift_bias(amount: float) -> Callable[[Engine, bool, int], Around]:
+    """A context manager around one step: before it the bias of the expert at `PLACE` moves, on all ranks."""
+
+    @contextmanager
+    def shifted(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+        assert engine.routing is not None
+        _, layer, _, _, expert = PLACE.split(".")
+        engine.routing.bias[int(layer), int(expert)] += amount
+        yield
+
+    return shifted
+
+
 HAPPENS: dict[str, Callable[[Engine, bool, int], Around]] = {
     "nan_gradient": nan_gradient,
     "inf_loss": inf_loss,
     "moments": moments,
     "bit_flip": bit_flip,
+    "nan_expert": nan_expert,
+    "scaled_router": scaled_router,
     **{kind: spoil_update(kind) for kind in EDITS},
+    **{kind: shift_bias(amount) for kind, amount in BIASES.items()},
 }
 
 

@@ -15,10 +15,13 @@ from drills.scenario import (
     CLEAN_ABSENT,
     CLEAN_BARE,
     CLEAN_EPOCHS,
+    CLEAN_EXPERTS,
     CLEAN_FP8,
+    CLEAN_SIGMOID,
     CLEAN_SLOW,
     GLOBAL_BATCH,
     GROSS,
+    MIXTURE,
     SLOW,
     STEPS,
     THIN,
@@ -30,8 +33,8 @@ from megastable.base.errors import ConfigError
 
 QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SCENARIOS = (*GROSS, *THIN)  # of the table
-EVERY = (*SCENARIOS, *SLOW)
-GROUPS = {"all": SCENARIOS, "gross": GROSS, "thin": THIN, "slow": SLOW}
+EVERY = (*SCENARIOS, *SLOW, *MIXTURE)
+GROUPS = {"all": SCENARIOS, "gross": GROSS, "thin": THIN, "slow": SLOW, "experts": MIXTURE}
 QUICK = ("random-tokens", "killed-rank")
 NAMES = tuple(scenario.name for scenario in EVERY)
 
@@ -48,7 +51,16 @@ def references(chosen: Sequence[Scenario]) -> list[Scenario]:
     """The fault-free runs to compare those of `chosen` with."""
     return [
         clean_scenario
-        for clean_scenario in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8, CLEAN_SLOW, CLEAN_BARE, CLEAN_ABSENT)
+        for clean_scenario in (
+            CLEAN,
+            CLEAN_EPOCHS,
+            CLEAN_FP8,
+            CLEAN_SLOW,
+            CLEAN_BARE,
+            CLEAN_ABSENT,
+            CLEAN_EXPERTS,
+            CLEAN_SIGMOID,
+        )
         if any(one_scenario.reference == clean_scenario.name for one_scenario in chosen)
     ]
 
@@ -119,6 +131,9 @@ COLUMNS: tuple[Column[Score], ...] = (
         lambda s: "" if s.seconds_to_recover is None else f"{s.seconds_to_recover:.1f}")),
     Column("false\nalarms", _each(lambda s: s.false_alarms)),
     Column("class", _each(lambda s: _judged(s.kinds, s.kind_right)), left=True),
+    Column("remedy", _each(lambda s: ", ".join(s.remedies)), left=True),
+    Column("place", _each(lambda s: "" if s.placed is None else "✓" if s.placed else "✗"),
+           lambda row: any(s.placed is False for s in row)),
     Column("cause", _each(lambda s: _judged(s.causes, s.cause_right)),
            lambda row: not all(s.cause_right for s in row), left=True),
 )  # fmt: skip

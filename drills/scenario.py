@@ -4,6 +4,7 @@
 ones, a permanently too high rate, a checkpoint with right hashes over wrong content; none of them may lose a clean
 sample for good: if no sample is bad, samples are deferred. `SLOW` grow slowly: a warning must come before the loss
 shows them; nothing acts on a slow signal, so these runs only report what they would do (`stability.dry_run`).
+`MIXTURE` are of mixtures of experts: the journal must also name where the fault is.
 
 Causes (guard's actions) direct a person's attention. `causes`: at least one of these must be named.
 `tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: harmless data
@@ -45,10 +46,13 @@ class Fault(BaseModel):
     rate, every time they are done. "fp8": from step `step` on, for `steps` steps, one tile of FP8 products is `factor`
     times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
     for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
-    `factor` times as large (NaN: no number). From "growing_gains" to "rare_tokens": before every one of `steps` steps;
-    `factor` is by how much. From "permuted_head" on: what the update of step `step` does besides, once in the life of a
-    run; the gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of `steps`
-    steps.
+    `factor` times as large (NaN: no number). From "growing_gains" to "growing_router": before every one of `steps`
+    steps; `factor` is by how much. From "permuted_head" on: what the update of step `step` does besides, once in the
+    life of a run; the gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of
+    `steps` steps. "scaled_router", "heavy_expert" and "dead_expert": before that step the weights of all routers
+    are scaled, or the bias of the expert at `PLACE` moves, once in the life of a run. "nan_expert": as
+    "nan_gradient", of that expert. "gamed_balance": from `step` on the balance loss is of the scores themselves,
+    which all of them can lower.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +60,8 @@ class Fault(BaseModel):
     kind: Literal[
         "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "attention", "growing_gains",
         "growing_logits", "growing_outputs", "dying_block", "rare_tokens", "permuted_head", "shrunk_moments",
-        "cleared_norm", "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels",
+        "cleared_norm", "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels", "growing_router",
+        "scaled_router", "heavy_expert", "dead_expert", "nan_expert", "gamed_balance",
     ]  # fmt: skip
     step: int
     rank: int = 1
@@ -150,7 +155,8 @@ class Scenario:
     overrides: of the recipe. reference: the fault-free run to compare the loss with. samples: of a
     bad region; of_each: number in each step, consecutive ones without it; text: its kind, if it is text. epochs: number
     of passes over a small corpus. warning: the expected answer is a warning near the start, not a loss as good as the
-    reference's. trend: the slow signal that must be warned of before the loss shows the fault."""
+    reference's. trend: the slow signal that must be warned of before the loss shows the fault. place: the part of the
+    model that the journal must name."""
 
     name: str
     title: str
@@ -171,6 +177,7 @@ class Scenario:
     epochs: int = 1
     warning: bool = False
     trend: str = ""
+    place: str = ""
 
     def at_step(self, step: int) -> Scenario:
         """The same at another step."""
@@ -529,5 +536,77 @@ SLOW = (
     _slow(
         "dying-block", "the output weights of a block lose 2 % a step, and are not trained", "layers", "dying_block",
         0.98, "the block fades from the residual stream", CLEAN_SLOW,
+    ),
+)  # fmt: skip
+
+
+# Experts are judged by their own history: it is known, and the rate at its height, when faults begin.
+PLACE = "blocks.1.mlp.experts.3"
+ROUTER = "mlp.router"
+EXPERTS = "model.experts={count: 8, top_k: 2, ffn: 96, bias_rate: 0.001"
+SMALL = ("model.hidden=64", "stability.trends.start=60", "stability.hardware.state=false")
+OF_EXPERTS = (*SMALL, EXPERTS + "}")
+# Of the hack: whatever the scores are, they weigh the experts.
+GAMED = (*SMALL, EXPERTS + ", gate: sigmoid, normalize: false, balance_loss: 1.0}")
+
+CLEAN_EXPERTS = replace(
+    CLEAN,
+    name="clean-experts",
+    title="no fault, with experts",
+    reference="clean-experts",
+    overrides=OF_EXPERTS,
+)
+CLEAN_SIGMOID = replace(
+    CLEAN,
+    name="clean-sigmoid",
+    title="no fault, with a sigmoid gate",
+    reference="clean-sigmoid",
+    overrides=GAMED,
+)
+
+
+def _mixture(
+    name: str, title: str, kind: str, factor: float, place: str, why: str, causes: set[Cause], trend: str = "",
+    steps: int = 1, clean: Scenario = CLEAN_EXPERTS,
+) -> Scenario:  # fmt: skip
+    fault = Fault.model_validate(
+        {"kind": kind, "step": FAULT_STEP + 2, "steps": steps, "factor": factor, "rank": 0}
+    )
+    return Scenario(
+        name, title, frozenset(causes), why, ANY, frozenset({Cause.STATE}) if trend else frozenset(), fault=fault,
+        overrides=clean.overrides, step=fault.step, steps=steps, reference=clean.name, trend=trend, place=place,
+    )  # fmt: skip
+
+
+MIXTURE = (
+    _mixture(
+        "router-x30", "weights of all routers times 30", "scaled_router", 1.0, ROUTER,
+        "the same steps do not make it again: something else changed the weights", DAMAGED,
+    ),
+    _mixture(
+        "heavy-expert", "every token chooses one expert: its bias is 1 higher", "heavy_expert", 1.0, PLACE,
+        "the same steps do not make it again: something else changed the bias", DAMAGED,
+    ),
+    _mixture(
+        "dead-expert", "no token chooses one expert any more: its bias is 5 lower", "dead_expert", 1.0, PLACE,
+        "the same steps do not make it again: something else changed the bias", DAMAGED,
+    ),
+    _mixture(
+        "growing-router", "weights of all routers grow by 5 % a step", "growing_router", 1.05, ROUTER,
+        "scores collapse long before the loss shows it", set(), "router_entropy", STEPS - FAULT_STEP - 2,
+    ),
+    _mixture(
+        "gamed-balance", "a balance loss that a sigmoid gate lowers by lowering all scores", "gamed_balance", 1.0,
+        ROUTER, "scores vanish, and with them what experts add", set(), "router_logits", STEPS - FAULT_STEP - 2,
+        CLEAN_SIGMOID,
+    ),
+    _mixture(
+        "nan-expert", "NaN in the gradient of an expert's weights", "nan_expert", 1.0, PLACE,
+        "the same samples on the same weights give finite gradients when they are done again", {Cause.HARDWARE},
+    ),
+    replace(_rate("experts-rate-x10", 10.0), overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name),
+    replace(
+        data("experts-burst", "a region of random tokens", "random", "the samples are bad on every state"),
+        overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name,
     ),
 )  # fmt: skip

@@ -19,7 +19,14 @@ from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import find_latest
-from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located, TrendEvent
+from megastable.run.events.stability_events import (
+    Discarded,
+    Handover,
+    IncidentEvent,
+    Located,
+    SettingsAdjusted,
+    TrendEvent,
+)
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
 from megastable_guard.actions import Cause
@@ -68,7 +75,8 @@ class Score(Outcome):
     from the decision to act, until training continues. incidents, rewinds, handovers, cuts (of the
     learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
     if that is the expected answer. false_alarms: refused batches and incidents that the fault does not explain.
-    kinds, causes: of the incidents that it explains. wall_seconds: of the whole run. begin: of a slow
+    kinds, causes: of the incidents that it explains. remedies: what the run did, of all incidents. placed: whether the
+    journal names the place of the fault. wall_seconds: of the whole run. begin: of a slow
     fault; trend_at: step of the first warning of the signal that is expected; shows_at: the first step whose loss shows
     the fault; lead: steps between them, up to the end of the run if it never does. losses: smoothed, by step.
     """
@@ -96,6 +104,8 @@ class Score(Outcome):
     false_alarms: int
     kinds: list[str]
     causes: list[str]
+    remedies: tuple[str, ...] = ()
+    placed: bool | None = None
     kind_right: bool
     cause_right: bool
     wall_seconds: float
@@ -160,6 +170,8 @@ def score_run(
         false_alarms=len(unexplained_events),
         kinds=sorted(kinds),
         causes=sorted(named_causes),
+        remedies=tuple(_remedies(events, all_actions)),
+        placed=_names(events, scenario.place) if scenario.place else None,
         kind_right=set(kinds or [None]) <= scenario.kinds,
         cause_right=is_right(named_causes, scenario),
         wall_seconds=round(wall_seconds, 1),
@@ -167,6 +179,20 @@ def score_run(
         begin=scenario.step if scenario.trend else None,
         losses=smoothed(run_directory),
     )
+
+
+def _remedies(events: Iterable[Event], actions: Sequence[str]) -> list[str]:
+    """What a run did, by the names of actions and of settings that were adjusted."""
+    adjusted_settings = [
+        setting for event in events if isinstance(event, SettingsAdjusted) for setting in event["settings"]
+    ]
+    return [*dict.fromkeys(action for action in actions if action != "adjust"), *adjusted_settings]
+
+
+def _names(events: Iterable[Event], place: str) -> bool:
+    """Whether a warning, the origin of a non-finite number or the reason of an incident names a part of the model."""
+    told_events = (e for e in events if isinstance(e, TrendEvent | Located | IncidentEvent))
+    return any(place in json.dumps(event.fields) for event in told_events)
 
 
 def _warned_of(events: Iterable[Event], scenario: Scenario) -> int | None:
@@ -311,7 +337,10 @@ def shows(losses: Mapping[int, float], undisturbed: Mapping[int, float], begin: 
 
 
 def is_within(s: Score) -> bool:
-    """Whether a run ends no worse than the clean one; or caused a warning in time, if that is the expected answer."""
+    """Whether a run ends no worse than the clean one; or caused a warning in time, if that is the expected answer; and
+    tells where the fault is, if it must."""
+    if s.placed is False:
+        return False
     if s.warned is not None:
         return s.warned
     if s.begin is not None:

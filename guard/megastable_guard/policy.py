@@ -38,6 +38,8 @@ TRIED, TRIED_SHARE = 1024, 0.02
 BLAMELESS = (Cause.STATE, Cause.MOMENTS, Cause.LEARNING_RATE)
 # Share of the rate at which it warms up again.
 REWARM_FROM = 0.1
+# What a remedy begins anew, at once and never again by itself.
+ONCE = ("reset_bias", "reset_moments")
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
@@ -338,7 +340,7 @@ class Policy:
             # An older state, of before it; moments that begin again are gone with it, too.
             s.rewarm = updates
             for past_action in s.taken:
-                past_action.remedy = "" if past_action.remedy == "reset_moments" else past_action.remedy
+                past_action.remedy = "" if past_action.remedy in ONCE else past_action.remedy
         s.refused = [refused_step for refused_step in s.refused if refused_step <= step]
 
     # Budgets
@@ -529,7 +531,7 @@ class Policy:
             and self.may_leave_kernels
             and "other_kernels" not in failed_remedies,
             "rewarm": "rewarm" not in failed_remedies,
-            "reset_moments": "reset_moments" not in failed_remedies,
+            **{name: name not in failed_remedies for name in ONCE},
             **{name: name not in s.adjusted and name not in failed_remedies for name in ADJUSTED},
         }
         for name in get_args(RemedyName):
@@ -576,6 +578,9 @@ class Policy:
             case "rewarm":
                 s.rewarm = updates
                 return Remedy(Action.ADJUST, Cause.STATE, warmup_text)
+            case "reset_bias":
+                decision_reason = "the biases of all experts begin again at zero"
+                return Remedy(Action.ADJUST, Cause.STATE, decision_reason)
             case "reset_moments":
                 s.rewarm = updates
                 decision_reason = f"the optimizer's moments begin again at zero, and {warmup_text}"

@@ -172,6 +172,7 @@ class Adjustments:
             # Transformer Engine may have fused the MLP.
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
+            "reset_bias": m.experts is not None and m.experts.bias_rate > 0,
             **dict.fromkeys(("router_z_loss", "balance_loss", "router_rate"), m.experts is not None),
         }
         self.possible = frozenset(

@@ -535,6 +535,11 @@ class Engine:
                     value.zero_()
         shared_state(self.optimizer.optimizer).clear()
 
+    def reset_bias(self) -> None:
+        """Begin the biases of all experts again at zero."""
+        assert self.routing is not None, "adjustments.possible has it"
+        self.routing.bias.zero_()
+
     def read_counters(self) -> dict[str, Any]:
         """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""
         return {

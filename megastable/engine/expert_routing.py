@@ -35,6 +35,7 @@ class ExpertRouting:
         table_size = config.layers, config.experts.count
         self.bias = torch.zeros(table_size, dtype=torch.float32, device=device)
         self.shares = torch.full(table_size, 1 / config.experts.count, dtype=torch.float32, device=device)
+        self.newest: Tensor | None = None  # sums of the last applied update's batch, also in a branch
         self._mlps: dict[int, ExpertMLP] = {}
         for part in module.modules():
             if isinstance(part, Block) and isinstance(part.mlp, ExpertMLP):
@@ -70,6 +71,7 @@ class ExpertRouting:
 
     def follow_update(self, sums: Tensor) -> None:
         """An update was applied to the batch of these sums, as from `unfold_sums`."""
+        self.newest = sums
         choice_counts = sums[:, : self._experts.count].to(self.bias.device)
         mean_count = choice_counts.mean(1, keepdim=True)
         self.bias.add_(torch.sign(mean_count - choice_counts).float(), alpha=self._experts.bias_rate)

@@ -44,6 +44,7 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.training_events import Unstable, Warned
 from megastable.warnings.noise_scale import NoiseScaleWatch
+from megastable.warnings.routing import RoutingWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
@@ -90,7 +91,10 @@ class Recovery:
         self._before = self.guard.detector.state
         self.replays = Replays(parts.engine, self.config.run.deterministic)
         trend_watch = TrendWatch(self.config, parts.engine, parts.log)
-        self.incident_log = IncidentLog(parts, self.guard, lambda: trend_watch.standing)
+        routing_watch = RoutingWatch(self.config, parts.engine, parts.log)
+        self.incident_log = IncidentLog(
+            parts, self.guard, lambda: [*trend_watch.standing, *routing_watch.standing]
+        )
         self.incident_log.restore_incident(memory.incident, memory.incidents, state, memory.left_out)
         self.watches = Watches(
             HardwareWatch(
@@ -98,6 +102,7 @@ class Recovery:
             ),
             SampleWatch(parts, self.incident_log),
             trend_watch,
+            routing_watch,
             StartSigns(self.config, parts.source, parts.log),
             ProbeWatch(parts.engine, parts.loader, held_out, parts.log, sets),
             TensorWatch(parts.engine),
@@ -147,6 +152,7 @@ class Recovery:
         if other_data:
             self._mixed = True
             self.watches.trends.begin_again()
+            self.watches.routing.begin_again()
         if other_settings:
             self.watches.signs.leave_rates(other_settings)
             self._train_otherwise(state.step)
@@ -155,6 +161,7 @@ class Recovery:
     def _train_otherwise(self, step: int) -> None:
         """A person has changed how the steps after `step` are trained: what follows at once is the effect of that."""
         self.watches.trends.begin_again()
+        self.watches.routing.begin_again()
         for watch in (self.watches.tensors, self.watches.probe):
             watch.state.begin_again()
             watch.state.pause.hold_until_settled(step)
@@ -226,7 +233,9 @@ class Recovery:
         if rewound_state is None and self.acts and self.decision is not None:
             rewound_state = self._look_at_samples(self.decision, done)
         if rewound_state is None and self.acts and done.applied:
-            rewound_state = self._look_at_tensors(done) or self._look_at_probe(done)
+            rewound_state = (
+                self._look_at_routing(done) or self._look_at_tensors(done) or self._look_at_probe(done)
+            )
         if rewound_state is not None:
             return StepOutcome(rewound_state, rewound=True)
         return StepOutcome(done.state)
@@ -310,13 +319,23 @@ class Recovery:
             policy.note_skipped(found.bad_positions, found.proven)
         return None
 
+    def _look_at_routing(self, done: StepResult) -> RunState | None:
+        """Whether a router has left its history, which was warned of; the new state if the run is rewound for it."""
+        routing, step, policy = self.watches.routing, done.state.step, self.guard.policy
+        sign = routing.newest
+        if sign is None or step < routing.state.pause.end or not self.points.may_look:
+            return None
+        if not policy.may_look_back(step, sign.since, self.points.oldest):
+            return None
+        return self.rewinding.undo_change(sign, done, routing.measure_routing, routing.accept_sign)
+
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
         run_state, policy, tensors = done.state, self.guard.policy, self.watches.tensors
         if run_state.step % EVERY or (jump := tensors.look_at_tensors(run_state)) is None:
             return None
         if policy.may_look_back(run_state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
-            return self.rewinding.undo_jump(jump, done)
+            return self.rewinding.undo_change(jump, done, tensors.measure_norms, tensors.accept_jump)
         self._train_on(jump.reason, run_state)
         tensors.accept_jump()
         return None

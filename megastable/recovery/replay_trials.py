@@ -29,7 +29,7 @@ from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
 from megastable_guard.conclusion import Conclusion
-from megastable_guard.policy import ADJUSTED, Offer
+from megastable_guard.policy import ADJUSTED, ONCE, Offer
 from megastable_guard.step_judge import StepJudge
 from megastable_guard.trials import (
     COMPRESSED,
@@ -63,7 +63,7 @@ T = TypeVar("T")
 STEPS, LEAST = 16, 4
 LONGEST = 256  # steps of a branch, with those before the first suspect
 PHASES = "try branches", "try branches, next step"
-ADJUSTMENTS = frozenset({"reset_moments", *ADJUSTED})  # what not every recipe has
+ADJUSTMENTS = frozenset({*ONCE, *ADJUSTED})  # what not every recipe has
 COMING = 64  # samples of the data to come that a trial is measured on
 FARTHEST = 256  # batches ahead from which they are taken
 
@@ -387,6 +387,8 @@ class Trials:
                 engine.adjustments.switch_to(offer.policy.state.adjusted)
                 plain_kernels = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
                 engine.numerics.switch_to(replace(numerics, fp8=offer.policy.fp8, plain=plain_kernels))
+                if offer.name == "reset_bias":
+                    engine.reset_bias()
                 if offer.name == "reset_moments":
                     engine.reset_moments()
             trained_branch = train_branch(

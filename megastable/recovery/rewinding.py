@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -25,9 +26,8 @@ from megastable.run.events.training_events import Warned
 from megastable_guard import policy_state, scores
 from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
 from megastable_guard.conclusion import Conclusion
-from megastable_guard.damage import TensorJump, TensorNorms
 from megastable_guard.detector import Detector, DetectorState
-from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
+from megastable_guard.policy import ADJUSTED, BLAMELESS, ONCE, REWARM_FROM, Offer
 from megastable_guard.random_states import restore_random_states
 from megastable_guard.robust import Trend
 from megastable_guard.step_judge import StepJudge
@@ -36,6 +36,21 @@ from megastable_guard.trials import HarmTrial, TrialVerdict, is_clear, is_harmle
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
 AGAIN = 16  # most applied updates that are done again so that refused batches of new data are trained on
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Change(Protocol[T_contra]):
+    """What no update should do, after step `before`. reason: a sentence with the numbers."""
+
+    @property
+    def before(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
+    def is_repeated(self, again: T_contra, /) -> bool:
+        """Whether a replay of the steps has made at least half of it again."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -327,32 +342,38 @@ class Rewinding:
             decision, state, found, TrialStart(window, past_snapshot, left_out, outlook), begin_time
         )
 
-    def undo_jump(self, jump: TensorJump, done: StepResult) -> RunState | None:
-        """Repeat the steps in which a tensor jumped, on a state from before them. If it does not jump again, something
-        else than these steps changed it: the run goes on from that state, and nothing is taken away. Else it stays
-        where it is: None. Raises SpaceError."""
+    def undo_change(
+        self, change: Change[T], done: StepResult, measure: Callable[[], T], accept: Callable[[], None]
+    ) -> RunState | None:
+        """Repeat the steps in which a tensor or a router changed, on a state from before them. If it does not change
+        again, something else than these steps changed it: the run goes on from that state, and nothing is taken away.
+        Else it stays where it is: None. Raises SpaceError.
+
+        Args:
+            measure: what a change is told by, of the state that the engine holds.
+            accept: called if the change is the run's own work.
+        """
         begin_time, state, guard_policy = time.perf_counter(), done.state, self.guard.policy
         self.parts.phase("replay steps")
         left_out, present_state = self.parts.select_unskipped(), self.points.ring.copy_aside(state.step)
 
-        def repeat_from_snapshot() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
-            past_snapshot = self.points.look_back_before(jump.before + 1, left_out)
+        def repeat_from_snapshot() -> tuple[Snapshot | None, T | None]:
+            past_snapshot = self.points.look_back_before(change.before + 1, left_out)
             if past_snapshot is None:
                 return None, None
-            measure_norms = self.watches.tensors.measure_norms
-            return past_snapshot, self.trials.repeat_steps(past_snapshot, state, measure_norms)
+            return past_snapshot, self.trials.repeat_steps(past_snapshot, state, measure)
 
         repeated = self.trials.unless_unreadable(state.step, repeat_from_snapshot)
-        past_snapshot, repeated_norms = repeated or (None, None)
-        if past_snapshot is None or repeated_norms is None or jump.is_repeated(repeated_norms):
+        past_snapshot, found_again = repeated or (None, None)
+        if past_snapshot is None or found_again is None or change.is_repeated(found_again):
             self.points.restore_snapshot(present_state)
-            self.watches.tensors.accept_jump()
-            why_kept = "cannot be done again" if repeated_norms is None else "make it again"
-            warning = Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}")
+            accept()
+            why_kept = "cannot be done again" if found_again is None else "make it again"
+            warning = Warned(step=state.step, text=f"{change.reason}: the same steps {why_kept}")
             self.log.emit_event(warning, say=True)
             return None
-        reason = f"{jump.reason}; the same steps from step {past_snapshot.step} on do not make it again"
-        finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
+        reason = f"{change.reason}; the same steps from step {past_snapshot.step} on do not make it again"
+        finding = Finding(state.step, Verdict.DAMAGE, 1.0, change.before + 1, reason, on_trend=False)
         decision, window = guard_policy.undo_steps(finding, reason), self.points.steps_since(finding.onset)
         self.incident_log.open_incident(decision, state, window, done.measured.grad_norm)
         trial_start = TrialStart([], past_snapshot, left_out, None)
@@ -434,16 +455,19 @@ class Rewinding:
         """What a remedy changes at once on the snapshot, which the engine holds; the rest follows from the policy at
         every step."""
         saved_state: RunState = snapshot.extra.state
+        if offer.name == "reset_bias":
+            self.engine.reset_bias()
         if offer.name == "reset_moments":
             self.engine.reset_moments()
             self.watches.tensors.state.begin_again()
-            # The snapshot has the old moments: a further rewind to it must not bring them back.
+        if offer.name in ONCE:
+            # The snapshot has the old ones: a further rewind to it must not bring them back.
             self.points.ring.forget_from(snapshot.step)
             self.points.ring.take_snapshot(snapshot.step, snapshot.extra)
         if offer.name in ("rewarm", "reset_moments"):
             warmup_updates = self.guard.policy.config.rewarm_steps
             self.log.emit_event(RateWarmup(step=saved_state.step, begin=REWARM_FROM, updates=warmup_updates))
-        if offer.name in ("reset_moments", *ADJUSTED):
+        if offer.name in (*ONCE, *ADJUSTED):
             reason = offer.remedy.reason
             self.log.emit_event(SettingsAdjusted(step=saved_state.step, settings=[offer.name], reason=reason))
 

@@ -45,6 +45,7 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.log import RunLog
 from megastable.warnings.noise_scale import NoiseScaleWatch
+from megastable.warnings.routing import RoutingWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 from megastable_guard.actions import Action, Cause, Decision, Verdict
@@ -324,6 +325,7 @@ class Watches:
     hardware: HardwareWatch
     samples: SampleWatch
     trends: TrendWatch
+    routing: RoutingWatch
     signs: StartSigns
     probe: ProbeWatch
     tensors: TensorWatch
@@ -331,7 +333,7 @@ class Watches:
 
     def __iter__(self) -> Iterator[Watch]:
         yield from self.hardware.watches
-        yield from (self.samples, self.trends, self.signs, self.probe, self.tensors, self.noise)
+        yield from (self.samples, self.trends, self.routing, self.signs, self.probe, self.tensors, self.noise)
 
     def collect_ballot(self, step: int) -> dict[str, Sequence[float]]:
         return {watch.name: watch.ballot(step) for watch in self}

@@ -34,7 +34,8 @@ WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches
 WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (megastable_guard/trials.py)
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
-    "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
+    "reset_bias": "biases reset", "reset_moments": "moments reset", "clip": "tighter clipping",
+    "z_loss": "larger z-loss", "beta2": "lower beta2",
     "cut_lr_twice": "rate cut twice", "qk_clip": "QK-clip", "swiglu_clamp": "clamped SwiGLU",
     "other_kernels": "plain PyTorch", "router_z_loss": "larger z-loss of routers",
     "balance_loss": "larger balance loss", "router_rate": "lower rate of routers",

@@ -268,7 +268,8 @@ class AlertEvent(OfIncident):
 
 
 class TrendEvent(Event):
-    """A slow signal (warnings/trends.py). what: warned, or over; remedy: suggested to people, nothing acts on it."""
+    """A slow signal (warnings/trends.py), or one of routers (warnings/routing.py). what: warned, or over; remedy:
+    suggested to people, nothing acts on it."""
 
     NAME = "trend"
     what: Text
@@ -420,8 +421,8 @@ class RateCut(Event):
 
 
 class SettingsAdjusted(Event):
-    """A remedy changes how the run trains. settings: reset_moments (once), clip, qk_clip, z_loss, router_z_loss,
-    balance_loss, router_rate, beta2, swiglu_clamp (for the rest of the run; engine/adjustments.py)."""
+    """A remedy changes how the run trains. settings: reset_bias, reset_moments (once), clip, qk_clip, z_loss,
+    router_z_loss, balance_loss, router_rate, beta2, swiglu_clamp (for the rest of the run; engine/adjustments.py)."""
 
     NAME = "settings_adjusted"
     TOLD = "goes on otherwise{because}"

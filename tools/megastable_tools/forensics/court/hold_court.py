@@ -347,6 +347,8 @@ def _try(
     run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8, candidate.leaves_kernels)
     if candidate.resets_moments:
         run.engine.reset_moments()
+    if candidate.resets_bias:
+        run.engine.reset_bias()
     first, began = run.first_rate(data.batches[0]), run.start.updates
     recorded = as_recorded(case)
 

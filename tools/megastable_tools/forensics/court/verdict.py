@@ -29,7 +29,7 @@ import numpy.typing as npt
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable_guard.guard_config import RemedyName
-from megastable_guard.policy import ADJUSTED, REWARM_FROM
+from megastable_guard.policy import ADJUSTED, ONCE, REWARM_FROM
 from megastable_guard.policy_state import warmup_share
 from megastable_guard.trials import (
     NOTHING,
@@ -45,7 +45,7 @@ from megastable_guard.trials import (
 )
 
 CUT_TWICE = "cut_lr_twice"
-ADJUSTMENTS = frozenset({"reset_moments", "other_kernels", *ADJUSTED})  # those that not every recipe has
+ADJUSTMENTS = frozenset({*ONCE, "other_kernels", *ADJUSTED})  # those that not every recipe has
 ORDER = (NOTHING, OTHER_DATA, *get_args(RemedyName), CUT_TWICE)
 
 # The rate of an update: from the usual one, the updates of the branch so far, and the rate at its beginning.
@@ -65,6 +65,7 @@ class Candidate:
     change_rate: ChangeRate = keep_rate
     adjustment: str = ""
     resets_moments: bool = False
+    resets_bias: bool = False
     leaves_fp8: bool = False
     leaves_kernels: bool = False
 
@@ -87,6 +88,7 @@ def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Can
         Candidate(OTHER_DATA, "harmless samples in the places of the suspects"),
         Candidate("cap_lr", "the rate no higher than at first", lambda usual, _, first: min(usual, first)),
         Candidate("rewarm", rewarm_text, warm_up),
+        Candidate("reset_bias", "the biases of all experts begin again at zero", resets_bias=True),
         Candidate("reset_moments", reset_text, warm_up, resets_moments=True),
         *(
             Candidate(name, about.removesuffix(" for the rest of the run"), adjustment=name)
