@@ -21,6 +21,7 @@ from drills.scenario import (
     CLEAN_SLOW,
     GLOBAL_BATCH,
     GROSS,
+    HEALTHY,
     MIXTURE,
     SLOW,
     STEPS,
@@ -33,8 +34,15 @@ from megastable.base.errors import ConfigError
 
 QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SCENARIOS = (*GROSS, *THIN)  # of the table
-EVERY = (*SCENARIOS, *SLOW, *MIXTURE)
-GROUPS = {"all": SCENARIOS, "gross": GROSS, "thin": THIN, "slow": SLOW, "experts": MIXTURE}
+EVERY = (*SCENARIOS, *SLOW, *MIXTURE, *HEALTHY)
+GROUPS = {
+    "all": SCENARIOS,
+    "gross": GROSS,
+    "thin": THIN,
+    "slow": SLOW,
+    "experts": MIXTURE,
+    "healthy": HEALTHY,
+}
 QUICK = ("random-tokens", "killed-rank")
 NAMES = tuple(scenario.name for scenario in EVERY)
 
@@ -125,6 +133,7 @@ COLUMNS: tuple[Column[Score], ...] = (
     Column("hand-\novers", _each(lambda s: s.handovers)),
     Column("alerts", _each(lambda s: s.alerts)),
     Column("warn-\nings", _each(_describe_warnings)),
+    Column("routing\nwarned", _each(lambda s: s.signs)),
     Column("led\nby", _each(lambda s: "" if s.begin is None else "never ✗" if s.lead is None else s.lead)),
     Column("exit", _each(lambda s: "" if s.exit is None else s.exit)),
     Column("seconds to\nrecover", _each(
@@ -196,11 +205,14 @@ class LearningDrill(Drill[Score]):
         return compare_scores(outcomes)
 
     def is_met(self, outcomes: Sequence[Score]) -> bool:
-        """None ends worse or loses a clean sample for good, and at most one in 12 causes is wrong."""
+        """None ends worse or loses a clean sample for good, at most one in 12 causes is wrong, and nothing is done
+        without a fault."""
         drilled = [s for s in outcomes if not s.clean]
         wrong = sum(not s.cause_right for s in drilled)
         is_any_lost = any(s.fate.lost for s in outcomes)
-        return all(map(is_within, drilled)) and wrong <= len(drilled) // WRONG and not is_any_lost
+        acts_unasked = any(s.incidents for s in outcomes if s.clean)
+        right_enough = wrong <= len(drilled) // WRONG and not is_any_lost and not acts_unasked
+        return all(map(is_within, drilled)) and right_enough
 
     def describe_verdict(self, outcomes: Sequence[Score]) -> str:
         drilled = [s for s in outcomes if not s.clean]

@@ -29,6 +29,7 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
+from megastable.warnings.routing import REMEDIES as ROUTING_SIGNALS
 from megastable_guard.actions import Cause
 from megastable_tools.forensics.history import History
 
@@ -76,7 +77,7 @@ class Score(Outcome):
     learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
     if that is the expected answer. false_alarms: refused batches and incidents that the fault does not explain.
     kinds, causes: of the incidents that it explains. remedies: what the run did, of all incidents. placed: whether the
-    journal names the place of the fault. wall_seconds: of the whole run. begin: of a slow
+    journal names the place of the fault. signs: warnings of routers. wall_seconds: of the whole run. begin: of a slow
     fault; trend_at: step of the first warning of the signal that is expected; shows_at: the first step whose loss shows
     the fault; lead: steps between them, up to the end of the run if it never does. losses: smoothed, by step.
     """
@@ -106,6 +107,7 @@ class Score(Outcome):
     causes: list[str]
     remedies: tuple[str, ...] = ()
     placed: bool | None = None
+    signs: int = 0
     kind_right: bool
     cause_right: bool
     wall_seconds: float
@@ -172,6 +174,9 @@ def score_run(
         causes=sorted(named_causes),
         remedies=tuple(_remedies(events, all_actions)),
         placed=_names(events, scenario.place) if scenario.place else None,
+        signs=sum(
+            isinstance(e, TrendEvent) and e.what == "warned" and e.signal in ROUTING_SIGNALS for e in events
+        ),
         kind_right=set(kinds or [None]) <= scenario.kinds,
         cause_right=is_right(named_causes, scenario),
         wall_seconds=round(wall_seconds, 1),
@@ -343,8 +348,10 @@ def is_within(s: Score) -> bool:
         return False
     if s.warned is not None:
         return s.warned
-    if s.begin is not None:
-        return s.lead is not None and s.lead >= ENOUGH
+    if s.begin is not None and (s.lead is None or s.lead < ENOUGH):
+        return False
+    if s.begin is not None and s.placed is None:
+        return True  # a slow fault, on which nothing acts
     return s.excess is not None and s.excess <= TARGET
 
 

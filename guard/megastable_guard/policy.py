@@ -579,8 +579,7 @@ class Policy:
                 s.rewarm = updates
                 return Remedy(Action.ADJUST, Cause.STATE, warmup_text)
             case "reset_bias":
-                decision_reason = "the biases of all experts begin again at zero"
-                return Remedy(Action.ADJUST, Cause.STATE, decision_reason)
+                return Remedy(Action.ADJUST, Cause.STATE, "the biases of all experts begin again at zero")
             case "reset_moments":
                 s.rewarm = updates
                 decision_reason = f"the optimizer's moments begin again at zero, and {warmup_text}"

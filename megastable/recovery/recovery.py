@@ -321,13 +321,15 @@ class Recovery:
 
     def _look_at_routing(self, done: StepResult) -> RunState | None:
         """Whether a router has left its history, which was warned of; the new state if the run is rewound for it."""
-        routing, step, policy = self.watches.routing, done.state.step, self.guard.policy
-        sign = routing.newest
-        if sign is None or step < routing.state.pause.end or not self.points.may_look:
+        routing_watch, guard_policy = self.watches.routing, self.guard.policy
+        newest_sign = routing_watch.newest
+        if newest_sign is None or done.state.step < routing_watch.state.pause.end or not self.points.may_look:
             return None
-        if not policy.may_look_back(step, sign.since, self.points.oldest):
+        if not guard_policy.may_look_back(done.state.step, newest_sign.since, self.points.oldest):
             return None
-        return self.rewinding.undo_change(sign, done, routing.measure_routing, routing.accept_sign)
+        return self.rewinding.undo_change(
+            newest_sign, done, routing_watch.measure_routing, routing_watch.accept_sign
+        )
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""

@@ -101,21 +101,21 @@ class RoutingSign:
 
     @property
     def reason(self) -> str:
-        value, usual, where = f"{self.value:.3g}", f"{self.usual:.3g}", self.where
-        told = {
-            "expert_load": f"{where} has {value} times the choices of the mean expert, usual was {usual}",
-            "expert_idle": f"{where} has {value} times the choices of the mean expert, usual was {usual}",
-            "router_entropy": f"the scores of {where} have an entropy of {value} nats, usual was {usual}",
-            "router_logits": f"the logits of {where} have a logsumexp of {value}, usual was {usual}",
-            BIAS: f"the bias of {where} is {value}, and was {usual}: updates move it less far",
+        now_text, usual_text, where = f"{self.value:.3g}", f"{self.usual:.3g}", self.where
+        signal_texts = {
+            "expert_load": f"{where} has {now_text} times the choices of the mean expert, usual was {usual_text}",
+            "expert_idle": f"{where} has {now_text} times the choices of the mean expert, usual was {usual_text}",
+            "router_entropy": f"the scores of {where} have an entropy of {now_text} nats, usual was {usual_text}",
+            "router_logits": f"the logits of {where} have a logsumexp of {now_text}, usual was {usual_text}",
+            BIAS: f"the bias of {where} is {now_text}, and was {usual_text}: updates move it less far",
         }
-        return f"{told[self.signal]} (since step {self.since})"
+        return f"{signal_texts[self.signal]} (since step {self.since})"
 
     def is_repeated(self, routed: Routed) -> bool:
         """Whether a replay of the steps has come at least half of the way again."""
-        again = routed.find_value(self.signal, self.layer, self.expert)
-        half = (self.usual + self.value) / 2
-        return again >= half if self.value > self.usual else again <= half
+        value_again = routed.find_value(self.signal, self.layer, self.expert)
+        half_way = (self.usual + self.value) / 2
+        return value_again >= half_way if self.value > self.usual else value_again <= half_way
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class RoutingHistory(_State):
     scatters: list[list[float]] = []
     streaks: dict[str, Streak] = {}
     standing: dict[str, str] = {}
-    bias: list[list[float]] = Field([], exclude=True)
-    bias_age: int = Field(0, exclude=True)
+    bias: list[list[float]] = Field(default=[], exclude=True)
+    bias_age: int = Field(default=0, exclude=True)
     pause: JudgementPause = JudgementPause()
 
     def judge_update(
@@ -202,25 +202,27 @@ class RoutingHistory(_State):
         }
         for row, column in sorted(followed_places):
             layer, usual = routed.layers[row].layer, float(levels[row, first_column + column])
-            name = f"{signal} {layer} {column}"
-            if ((row, column) in beyond_places) == (name in self.standing):
-                self.streaks.pop(name, None)
+            place_name = f"{signal} {layer} {column}"
+            if ((row, column) in beyond_places) == (place_name in self.standing):
+                self.streaks.pop(place_name, None)
                 continue
-            streak = self.streaks.setdefault(name, Streak(first=step, length=0, usual=usual))
-            streak.length += 1
-            if name in self.standing:
-                if streak.length >= OVER * LASTING[signal]:
-                    del self.standing[name], self.streaks[name]
-            elif streak.length >= LASTING[signal] and (
-                signal != "expert_idle" or streak.length * streak.usual * mean_choices >= EXPECTED
+            own_streak = self.streaks.setdefault(place_name, Streak(first=step, length=0, usual=usual))
+            own_streak.length += 1
+            if place_name in self.standing:
+                if own_streak.length >= OVER * LASTING[signal]:
+                    del self.standing[place_name], self.streaks[place_name]
+            elif own_streak.length >= LASTING[signal] and (
+                signal != "expert_idle" or own_streak.length * own_streak.usual * mean_choices >= EXPECTED
             ):
                 expert = column if signal.startswith("expert") else None
-                value = routed.find_value(signal, layer, expert)
-                severity = float(severities[row, column])
-                sign = RoutingSign(signal, layer, expert, streak.first, step, streak.usual, value, severity)
-                self.standing[name] = sign.reason
-                del self.streaks[name]
-                found_signs.append(sign)
+                value_now = routed.find_value(signal, layer, expert)
+                sign_severity = float(severities[row, column])
+                new_sign = RoutingSign(
+                    signal, layer, expert, own_streak.first, step, own_streak.usual, value_now, sign_severity
+                )
+                self.standing[place_name] = new_sign.reason
+                del self.streaks[place_name]
+                found_signs.append(new_sign)
         return found_signs
 
     def _judge_bias(self, step: int, routed: Routed, bias_rate: float) -> list[RoutingSign]:
@@ -228,32 +230,34 @@ class RoutingHistory(_State):
         self.bias_age += 1
         if routed.bias is None:
             return []
-        bias_before, updates, found_signs = np.array(self.bias), self.bias_age, list[RoutingSign]()
+        bias_before, update_count, found_signs = np.array(self.bias), self.bias_age, list[RoutingSign]()
         self.bias, self.bias_age = routed.bias.tolist(), 0
-        for name in [name for name in self.standing if name.startswith(BIAS)]:
-            del self.standing[name]
+        for place_name in [place for place in self.standing if place.startswith(BIAS)]:
+            del self.standing[place_name]
         if bias_before.shape != routed.bias.shape:
             return []
-        severities = np.abs(routed.bias - bias_before) / (SLACK * updates * bias_rate + 1e-6)
-        for layer, expert in np.argwhere(~(severities <= 1)):
-            values = float(bias_before[layer, expert]), float(routed.bias[layer, expert])
-            severity, since = float(severities[layer, expert]), step - updates + 1
-            sign = RoutingSign(BIAS, int(layer), int(expert), since, step, *values, severity)
-            self.standing[f"{BIAS} {layer} {expert}"] = sign.reason
-            found_signs.append(sign)
+        bias_severities = np.abs(routed.bias - bias_before) / (SLACK * update_count * bias_rate + 1e-6)
+        for layer, expert in np.argwhere(~(bias_severities <= 1)):
+            bias_moves = float(bias_before[layer, expert]), float(routed.bias[layer, expert])
+            sign_severity, first_step = float(bias_severities[layer, expert]), step - update_count + 1
+            new_sign = RoutingSign(
+                BIAS, int(layer), int(expert), first_step, step, *bias_moves, sign_severity
+            )
+            self.standing[f"{BIAS} {layer} {expert}"] = new_sign.reason
+            found_signs.append(new_sign)
         return found_signs
 
     def _learn(self, table: Numbers, levels: Numbers, scatters: Numbers) -> None:
         """Move the levels by at most some scatters, and the scatters by as much, towards the newest numbers."""
         self.updates += 1
-        share = 1 / min(self.updates, MEMORY)
-        differences = table - levels
+        newest_share = 1 / min(self.updates, MEMORY)
+        level_differences = table - levels
         if self.updates > KNOWN:
-            most = OUTLIER * scatters + 1e-6
-            differences = np.clip(differences, -most, most)
-        differences = np.nan_to_num(differences)
-        self.scatters = (scatters + share * (np.abs(differences) - scatters)).tolist()
-        self.levels = (levels + share * differences).tolist()
+            most_moved = OUTLIER * scatters + 1e-6
+            level_differences = np.clip(level_differences, -most_moved, most_moved)
+        level_differences = np.nan_to_num(level_differences)
+        self.scatters = (scatters + newest_share * (np.abs(level_differences) - scatters)).tolist()
+        self.levels = (levels + newest_share * level_differences).tolist()
 
     def begin_again(self) -> None:
         """What comes is of another kind, on purpose: what was usual is forgotten."""
@@ -297,9 +301,10 @@ class RoutingWatch(Watch):
     state: RoutingHistory
 
     def __init__(self, config: RunConfig, engine: Engine, log: RunLog) -> None:
-        settings = config.stability
-        self.enabled = settings.enabled and settings.trends.enabled and config.model.experts is not None
-        self.experts, self.start = config.model.experts, settings.trends.start
+        trend_settings = config.stability.trends
+        is_enabled = config.stability.enabled and trend_settings.enabled
+        self.enabled = is_enabled and config.model.experts is not None
+        self.experts, self.start = config.model.experts, trend_settings.start
         self.engine, self.log = engine, log
         self.newest: RoutingSign | None = None  # of the last applied update, what may be undone
         self.state = RoutingHistory()
@@ -324,10 +329,11 @@ class RoutingWatch(Watch):
         self.newest = next(iter(found_signs), None)
         for signal in dict.fromkeys(sign.signal for sign in found_signs):
             own_signs = [sign for sign in found_signs if sign.signal == signal]
-            others, numbers = len(own_signs) - 1, {"value": own_signs[0].value, "usual": own_signs[0].usual}
-            text = own_signs[0].reason + (f"; and so for {count_noun(others, 'other')}" if others else "")
-            self._tell(TrendEvent(what="warned", step=step, signal=signal, text=text, remedy=REMEDIES[signal],
-                                  numbers=numbers))  # fmt: skip
+            other_count, worst_sign = len(own_signs) - 1, own_signs[0]
+            sign_numbers = {"value": worst_sign.value, "usual": worst_sign.usual}
+            more_text = f"; and so for {count_noun(other_count, 'other')}" if other_count else ""
+            self._tell(TrendEvent(what="warned", step=step, signal=signal, text=worst_sign.reason + more_text,
+                                  remedy=REMEDIES[signal], numbers=sign_numbers))  # fmt: skip
         for signal in told_before - {name.split()[0] for name in self.state.standing}:
             self._tell(
                 TrendEvent(what="over", step=step, signal=signal, text="no longer", remedy="", numbers={})
@@ -339,8 +345,8 @@ class RoutingWatch(Watch):
 
     def _read(self, choices: torch.Tensor, with_bias: bool) -> Routed:
         assert self.experts is not None and self.engine.routing is not None
-        bias = self.engine.routing.bias.double().cpu().numpy() if with_bias else None
-        return Routed(choices.double().cpu().numpy(), self.experts.count, bias)
+        bias_table = self.engine.routing.bias.double().cpu().numpy() if with_bias else None
+        return Routed(choices.double().cpu().numpy(), self.experts.count, bias_table)
 
     def measure_routing(self) -> Routed:
         """Of the last update that the engine has applied, in the run or in a branch."""
@@ -358,6 +364,6 @@ class RoutingWatch(Watch):
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self.newest = None
         if saved is not None:
-            pause = self.state.pause
+            pause_before = self.state.pause
             self.load_state_dict(saved)
-            self.state.pause = pause
+            self.state.pause = pause_before

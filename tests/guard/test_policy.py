@@ -287,7 +287,7 @@ ROUTERS = ["router_z_loss", "balance_loss", "router_rate"]
 
 
 def test_offer_remedies_needs_a_jump_for_a_cap_and_fp8_and_kernels_to_leave_them() -> None:
-    settings = ["rewarm", "reset_moments", "clip", "qk_clip", "z_loss", *ROUTERS, "beta2"]
+    settings = ["rewarm", "reset_bias", "reset_moments", "clip", "qk_clip", "z_loss", *ROUTERS, "beta2"]
     last = ["swiglu_clamp", "cut_lr"]
     assert names(Policy(CONFIG)) == [*settings, *last] == names(Policy(CONFIG), 1e-3, 1.9e-3)
     assert names(Policy(CONFIG, None, True), 1e-3, 1e-2) == ["cap_lr", *settings, "leave_fp8", *last]

@@ -43,8 +43,9 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
     megastable drill court --only switch,repeats --seeds 1,2,3 --keep court
     """,
     more="Groups: all, gross (what stands out), thin (what hardly does), "
-    "slow (what must be warned of before the loss shows it; not in all). Called again with the same --keep, the runs "
-    "that are finished there, by the same code, are not done again. A run takes about 40 s on two cores with two "
+    "slow (what must be warned of before the loss shows it; not in all), experts (faults of a mixture; not in all), "
+    "healthy (strange mixtures without a fault, 400 steps each; not in all). Called again with the same --keep, the "
+    "runs that are finished there, by the same code, are not done again. A run takes about 40 s on two cores with two "
     "ranks, and 25 s with one.\n\n"
     "sdc plants silent corruption instead: wrong gradients, flipped bits of weights, masters, moments, activations, "
     "products and messages, and the like, three of every kind in every layout, each in a run of 40 steps, which takes "
@@ -56,9 +57,9 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
     "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --control (done once for the "
     "same --keep), --seeds, --keep, --list, --json and --output.\n\n"
     "Exit codes: 0 all runs end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
-    "most one cause in 12 is wrong; with sdc: 95 % of the faults that must be found are, 95 % of those found name the "
-    "right rank, alone or among suspects, and no run has a finding without a fault; with court: all runs are as "
-    "wanted; 1 not so; 2 bad input.",
+    "most one cause in 12 is wrong, and nothing is done without a fault; with sdc: 95 % of the faults that must be "
+    "found are, 95 % of those found name the right rank, alone or among suspects, and no run has a finding without a "
+    "fault; with court: all runs are as wanted; 1 not so; 2 bad input.",
 )
 def run_drill(
     context: typer.Context,

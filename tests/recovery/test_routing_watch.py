@@ -1,0 +1,76 @@
+"""A router that something else than its updates changes: named by layer and expert, and undone to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import TrendEvent
+from megastable.run.events.training_events import Warned
+from tests.distributed import run_ranks
+from tests.engine.test_gate import trainer_of
+from tests.recovery.test_recovery import STEPS, easy, incidents, recipe
+from tests.training.test_resume import identical
+
+__all__ = ["easy"]
+
+AT, LAYER, EXPERT = 34, 1, 2
+EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "bias_rate": 0.001}
+PLACE = f"blocks.{LAYER}.mlp.experts.{EXPERT}"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "zero2-dp2": (2, {"parallel": {"zero": 2}}),
+}
+
+
+def experts_recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
+    train = {"eval_samples": 0, "micro_batch": 4}
+    stability = {"trends": {"start": 8}}
+    model = {"layers": 2, "experts": EXPERTS}
+    return recipe(corpus, run, model=model, train=train, stability=stability, **parts)
+
+
+def train_pushed(config: RunConfig, at: int | None, amount: float, always: bool = False) -> tuple[int, int]:
+    """Train; after the update of step `at` a bias moves: once, or also where it is repeated. The exit code, and how
+    often."""
+    trainer = trainer_of(config)
+    engine, real, done = trainer.engine, trainer.engine._apply_update, 0
+
+    def apply_update(*given: Any) -> None:
+        nonlocal done
+        real(*given)
+        if engine.ds.global_steps == at and (always or not done):
+            done += 1
+            engine.routing.bias[LAYER, EXPERT] += amount
+
+    engine._apply_update = apply_update
+    return trainer.train(), done
+
+
+@pytest.mark.quick("one")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_bias_that_no_update_moved_is_undone(name: str, easy: Path, tmp_path: Path) -> None:
+    world, parts = LAYOUTS[name]
+    hit, same = tmp_path / "hit", tmp_path / "same"
+    for run, step in ((hit, AT), (same, None)):
+        ends = run_ranks(world, train_pushed, experts_recipe(easy, run, **parts), step, -5.0)
+        assert all(code == 0 for code, _ in ends)
+    (incident,) = incidents(hit)
+    assert (incident["verdict"], incident["cause"], incident["outcome"]) == ("damage", "state", "healed")
+    assert PLACE in incident["reasons"][0] and incident["positions"] == [] and not incident["deferred"]
+    (told,) = RunDirectory(hit).iterate_events(TrendEvent)
+    assert told["signal"] == "expert_bias" and PLACE in told["text"] and not incidents(same)
+    assert identical(hit / f"checkpoints/step-{STEPS}", same / f"checkpoints/step-{STEPS}") >= 3
+
+
+def test_a_bias_that_the_steps_move_again_is_the_runs_own(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(1, train_pushed, experts_recipe(easy, run), AT, -5.0, True) == [(0, 2)]
+    told = [event["text"] for event in RunDirectory(run).iterate_events(Warned)]
+    assert any(PLACE in text and "the same steps make it again" in text for text in told)
+    assert not incidents(run)
