@@ -553,7 +553,7 @@ SMALL = (
 )
 OF_EXPERTS = (*SMALL, EXPERTS + "}")
 # Of the hack: whatever the scores are, they weigh the experts.
-GAMED = (*SMALL, EXPERTS + ", gate: sigmoid, normalize: false, balance_loss: 1.0}")
+GAMED = (*SMALL, EXPERTS + ", gate: sigmoid, normalize: false, balance_loss: 0.1}")
 
 CLEAN_EXPERTS = replace(
     CLEAN,

@@ -47,6 +47,7 @@ ADJUSTED = {
     "z_loss": "the z-loss is ten times as large for the rest of the run",
     "router_z_loss": "the z-loss of routers is ten times as large for the rest of the run",
     "balance_loss": "the balance loss of experts is ten times as large for the rest of the run",
+    "no_balance_loss": "experts have no balance loss for the rest of the run",
     "router_rate": "routers learn at three tenths of the rate for the rest of the run",
     "beta2": "beta2 is lower for the rest of the run",
     "swiglu_clamp": "the factors of SwiGLU are clamped at 10 for the rest of the run",

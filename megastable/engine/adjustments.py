@@ -172,6 +172,7 @@ class Adjustments:
             # Transformer Engine may have fused the MLP.
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
+            "no_balance_loss": m.experts is not None and m.experts.balance_loss > 0,
             "reset_bias": m.experts is not None and m.experts.bias_rate > 0,
             **dict.fromkeys(("router_z_loss", "balance_loss", "router_rate"), m.experts is not None),
         }
@@ -207,6 +208,8 @@ class Adjustments:
                 expert_mlp.z_weight = max(LEAST_ROUTER_Z_LOSS, ROUTER_LOSS * experts.router_z_loss)
             if "balance_loss" in names:
                 expert_mlp.balance_weight = max(LEAST_BALANCE_LOSS, ROUTER_LOSS * experts.balance_loss)
+            if "no_balance_loss" in names:
+                expert_mlp.balance_weight = 0.0
         for group in self._router_groups:
             group["lr_scale"] = ROUTER_RATE if "router_rate" in names else 1.0
         wants_clamp = "swiglu_clamp" in names

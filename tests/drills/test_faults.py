@@ -113,3 +113,53 @@ def test_fault_changes_a_state_in_place(corpus: Path, tmp_path: Path, kind: str,
         assert hit["bits"] == ({bin(1 << 30)} if kind == "bit_flip" else set())
         assert count == 1 if kind == "bit_flip" else count > 1000
         assert (hit["loss"] == again["loss"]) == (kind == "moments")  # moments tell in the next step
+
+
+AT, EXPERTS = 2, {"count": 8, "top_k": 2, "ffn": 24, "gate": "sigmoid", "balance_loss": 0.1, "bias_rate": 0}
+
+
+def strike_experts(config: RunConfig, kind: str) -> list[dict[str, Any]]:
+    """Three steps, of which the second has the fault, refused and done again; what the gate sees of each."""
+    from drills import faults
+    from megastable.model import experts
+    from tests.engine.test_gate import first_batch, start_of
+
+    assert config.run.dir is not None
+    fault = Fault.model_validate({"kind": kind, "step": AT, "steps": 1, "rank": 0, "factor": 3.0})
+    start, real_choice = start_of(config), experts.choose_experts
+    faults.install_fault(Plan(run=config.run.dir, fault=fault))
+    engine, batch, seen = start.engine, first_batch(start), list[dict[str, Any]]()
+    assert engine.routing is not None
+    for allowed in (True, False, True):
+        measured, _ = engine.train_step(batch, 1e-3, lambda m, allowed=allowed: allowed and m.finite)
+        counters = engine.read_counters()
+        if not allowed:  # the same step once more
+            counters["engine"]["global_steps"] = AT - 1
+            engine.restore_counters(counters)
+        router = sum(float(piece.square().sum()) for _, piece in faults._weights(engine, faults.ROUTERS))
+        seen.append(
+            {
+                "finite": measured.finite, "bias": engine.routing.bias.tolist(), "router": router**0.5,
+                "norm": measured.grad_norm,
+            }
+        )  # fmt: skip
+    assert (experts.choose_experts is real_choice) == (kind != "gamed_balance")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "kind", ["heavy_expert", "dead_expert", "scaled_router", "growing_router", "nan_expert", "gamed_balance"]
+)
+def test_fault_strikes_experts(corpus: Path, tmp_path: Path, kind: str) -> None:
+    model = dict(tiny(corpus, tmp_path).model) | {"experts": EXPERTS}
+    ((before, hit, again),) = run_ranks(1, strike_experts, tiny(corpus, tmp_path / "run", model=model), kind)
+    amount = {"heavy_expert": 1.0, "dead_expert": -5.0}.get(kind, 0.0)
+    assert [row[3] for row in hit["bias"]] == [0.0, amount] == [row[3] for row in again["bias"]]
+    assert sum(map(sum, hit["bias"])) == amount and not any(map(any, before["bias"]))
+    factor = {"scaled_router": 30.0, "growing_router": 3.0}.get(kind, 1.0)
+    assert hit["router"] == pytest.approx(factor * before["router"], rel=1e-3)
+    assert [seen["finite"] for seen in (before, hit, again)] == [True, kind != "nan_expert", True]
+    lasts = kind == "growing_router"
+    assert again["router"] == pytest.approx((factor if lasts else 1.0) * hit["router"], rel=0.1)
+    if kind == "gamed_balance":
+        assert hit["norm"] == again["norm"] != before["norm"]

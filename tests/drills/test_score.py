@@ -12,8 +12,8 @@ import yaml
 
 from drills import learning
 from drills.learning import SCENARIOS, LearningDrill
-from drills.scenario import CLEAN, Scenario
-from drills.score import Fate, find_fate, is_right, score_run
+from drills.scenario import CLEAN, HEALTHY, MIXTURE, Scenario
+from drills.score import Fate, find_fate, is_right, is_within, score_run
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant_corruption
 from megastable.data.skip_ledger import SkipEntry, append_entries, sample_entries
@@ -98,6 +98,44 @@ def test_is_met_by_the_targets(tmp_path: Path) -> None:
         for s in (good, score_run(told(tmp_path, [START], name="clean"), CLEAN, 1))
     )
     assert not DRILL.is_met([loser]) and not DRILL.is_met([clean, good])
+
+
+def test_a_fault_of_experts_must_be_named_and_healed(tmp_path: Path) -> None:
+    heavy, growing = (
+        next(s for s in MIXTURE if s.name == name) for name in ("heavy-expert", "growing-router")
+    )
+
+    def warn(signal: str, step: int, place: str) -> dict[str, Any]:
+        return {
+            "event": "trend", "what": "warned", "step": step, "signal": signal, "text": f"{place} is ill",
+            "remedy": "", "numbers": {},
+        }  # fmt: skip
+
+    adjusted = {"event": "settings_adjusted", "step": 110, "settings": ["router_rate"], "reason": ""}
+    events = [START, *rewound(104, 90, "state"), adjusted]
+    unnamed = score_run(told(tmp_path, events, name="unnamed"), heavy, 1)
+    warning = warn("expert_bias", 104, heavy.place)
+    named = score_run(told(tmp_path, [*events, warning], name="named"), heavy, 1)
+    assert (unnamed.placed, named.placed) == (False, True) and (unnamed.signs, named.signs) == (0, 1)
+    assert named.remedies == ("router_rate",) and named.cause_right
+    within = {"excess": 0.01}
+    assert not is_within(unnamed.model_copy(update=within)) and is_within(named.model_copy(update=within))
+    assert not is_within(named.model_copy(update={"excess": 0.03}))
+    slow = score_run(
+        told(tmp_path, [START, warn("router_entropy", 120, growing.place)], name="slow"), growing, 1
+    )
+    assert slow.trend_at == 120
+    for lead, excess, right in ((40, 0.01, True), (5, 0.01, False), (40, 0.03, False), (None, 0.01, False)):
+        assert is_within(slow.model_copy(update={"lead": lead, "excess": excess})) == right
+
+
+def test_nothing_may_be_done_in_a_run_without_a_fault(tmp_path: Path) -> None:
+    usual = HEALTHY[0]
+    quiet, disturbed = (
+        score_run(told(tmp_path, [START, *events], name=name), usual, 1)
+        for name, events in (("quiet", []), ("disturbed", rewound(104, 90, "state")))
+    )
+    assert DRILL.is_met([quiet]) and not DRILL.is_met([quiet, disturbed])
 
 
 def test_control_has_a_loss_or_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
     "fp16": (1, {"precision": "fp16"}),
 }
-OF_ROUTERS = ("router_z_loss", "balance_loss", "router_rate")
+OF_ROUTERS = ("router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
 ALL = " ".join(name for name in ADJUSTED if name not in OF_ROUTERS)
 UNFOLLOWED = ("qk_clip", "swiglu_clamp")
 # What the recipe says in place of each adjustment.
@@ -92,7 +92,8 @@ def train_routers(experts: dict[str, Any], names: list[str]) -> tuple[list[Any],
     """Two steps with adjustments of routers, and the weights after the first one."""
     engine = build_engine(trained.recipe({}, model={"experts": experts}))
     engine.adjustments.switch_to(names)
-    assert engine.adjustments.possible >= set(OF_ROUTERS)
+    impossible = set() if experts["balance_loss"] else {"no_balance_loss"}
+    assert engine.adjustments.possible & set(OF_ROUTERS) == set(OF_ROUTERS) - impossible
     numbers, weights = [], {}
     for batch in trained.batches()[:2]:
         measured, _ = engine.train_step(take_batch(engine, batch), 1e-3, lambda m: m.finite)
@@ -107,6 +108,30 @@ def test_larger_losses_of_routers_are_those_of_another_recipe() -> None:
     ((by_recipe, _),) = run_ranks(1, train_routers, larger, [])
     ((without, _),) = run_ranks(1, train_routers, EXPERTS, [])
     assert switched == by_recipe != without
+    ((unbalanced, _),) = run_ranks(1, train_routers, EXPERTS, ["no_balance_loss"])
+    ((by_recipe, _),) = run_ranks(1, train_routers, EXPERTS | {"balance_loss": 0.0}, [])
+    assert unbalanced == by_recipe != without
+
+
+def reset_biases() -> list[tuple[float, float]]:
+    """The largest bias and the loss of a step, without and after a reset."""
+    found = []
+    for resets in (False, True):
+        engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}))
+        assert engine.routing is not None and "reset_bias" in engine.adjustments.possible
+        first, second = (take_batch(engine, batch) for batch in trained.batches()[:2])
+        engine.train_step(first, 1e-3, lambda m: m.finite)
+        engine.routing.bias[:, 1] += 5.0
+        if resets:
+            engine.reset_bias()
+        measured, _ = engine.train_step(second, 1e-3, lambda m: m.finite)
+        found.append((float(engine.routing.bias.abs().max()), measured.loss))
+    return found
+
+
+def test_reset_biases_begin_again_at_zero() -> None:
+    (((moved, loss), (reset, other_loss)),) = run_ranks(1, reset_biases)
+    assert moved > 4 and reset == pytest.approx(1e-3) and loss != other_loss
 
 
 def test_routers_learn_at_three_tenths_of_the_rate_and_nothing_else_does() -> None:

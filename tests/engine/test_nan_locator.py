@@ -233,6 +233,44 @@ def test_locate_finds_what_was_planted(name: str, corpus: Path, tmp_path: Path) 
         assert first.parameters == (line,) and answers[kind]["poisoned"] == [line] and line in first.sentence
 
 
+EXPERT = f"{LAST}.mlp.experts.3"
+
+
+@contextlib.contextmanager
+def spoilt_expert(bench: Bench, kind: str) -> Iterator[str]:
+    """NaN in the gradient of an expert's weights, or in the weights."""
+    weight_name = f"{EXPERT}.down.weight"
+    if kind == "gradient":
+        weight = bench.part("mlp.experts.3.down").weight
+        handle = weight.register_hook(lambda g: torch.full_like(g, math.nan))
+        yield weight_name
+        handle.remove()
+        return
+    flat = bench.engine.flat_state()
+    piece = flat.view_piece(next(f for f in flat.fragments if f.name == weight_name), "weight")
+    assert piece is not None
+    old = piece[0].clone()
+    piece[0] = math.nan
+    yield weight_name
+    piece[0] = old
+
+
+def locate_expert(config: RunConfig) -> list[Any]:
+    bench = Bench(config)
+    return [bench.locate(spoilt_expert(bench, kind))["found"] for kind in ("gradient", "weight")]
+
+
+def test_locate_names_layer_and_expert(corpus: Path, tmp_path: Path) -> None:
+    model = dict(tiny(corpus, tmp_path).model) | {"experts": {"count": 4, "top_k": 2, "ffn": 24}}
+    ((gradient, weight),) = run_ranks(1, locate_expert, tiny(corpus, tmp_path / "run", model=model))
+    assert (gradient.kind, gradient.layer, gradient.tensor) == (
+        "backward",
+        f"{EXPERT}.down",
+        "weight gradient",
+    )
+    assert (weight.kind, weight.layer) == ("state", f"{EXPERT}.down") and EXPERT in weight.sentence
+
+
 def test_see_keeps_what_comes_first() -> None:
     """The ranks of a pipeline see things in another order than they arise."""
     watch = _FirstBad(blocks=4)

@@ -283,7 +283,7 @@ def test_recurred_is_not_said_of_adjacent_trouble_nor_of_bad_data() -> None:
     assert not policy.has_recurred()
 
 
-ROUTERS = ["router_z_loss", "balance_loss", "router_rate"]
+ROUTERS = ["router_z_loss", "balance_loss", "no_balance_loss", "router_rate"]
 
 
 def test_offer_remedies_needs_a_jump_for_a_cap_and_fp8_and_kernels_to_leave_them() -> None:
@@ -304,7 +304,8 @@ def test_offer_remedies_needs_a_jump_for_a_cap_and_fp8_and_kernels_to_leave_them
     before = policy.state.model_copy(deep=True)
     offers = policy.offer_remedies(90, 1e-3, 1e-2, ["attention"])
     assert [offer.name for offer in offers] == list(CONFIG.remedies)
-    assert policy.state == before and all(offer.policy.state != before for offer in offers)
+    assert policy.state == before
+    assert all(offer.policy.state != before for offer in offers if offer.name != "reset_bias")
 
 
 def test_adopted_kernels_are_used_again_where_they_were_left_in_vain() -> None:

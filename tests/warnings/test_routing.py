@@ -126,10 +126,14 @@ FAULTS: dict[str, tuple[Callable[[Routers], None], str]] = {
 @given(seed=st.integers(0, 10**6), tokens=st.sampled_from([64, 512]))
 def test_what_lasts_is_named(signal: str, seed: int, tokens: int) -> None:
     routers, (fault, place) = Routers(seed, tokens), FAULTS[signal]
+    loads = np.minimum(routers.shares / routers.shares.sum(1, keepdims=True), 1 / TOP_K) * EXPERTS
+    usual = loads[1, 3] if signal.startswith("expert") else routers.entropy[2]
+    usual = routers.z[2] if signal == "router_logits" else usual
     told = judge(routers, AT + 30, lambda step: fault(routers) if step == AT else None)
     first = next(sign for sign in told if sign.signal == signal)
     assert first.where == place and place in first.reason and f"since step {AT}" in first.reason
     assert (first.since, first.before, first.step) == (AT, AT - 1, AT + LASTING[signal] - 1)
+    assert first.usual == pytest.approx(usual, rel=0.3)
     assert [sign.signal for sign in told].count(signal) == 1  # told once
 
 
@@ -160,6 +164,9 @@ def test_an_idle_expert_must_have_had_many_choices() -> None:
     rare.shares[1, 3] = 0.35 / EXPERTS
     told = judge(rare, AT + LASTING["expert_idle"] + 4, lambda step: starve(rare) if step == AT else None)
     assert told == []
+    few = Routers(1, scatter=0.0)
+    few.shares[1, 3] = 0.1 / EXPERTS
+    assert judge(few, AT + 60, lambda step: starve(few) if step == AT else None) == []
 
 
 @pytest.mark.parametrize("amount", [1.0, -5.0, 0.2])
