@@ -348,10 +348,8 @@ def is_within(s: Score) -> bool:
         return False
     if s.warned is not None:
         return s.warned
-    if s.begin is not None and (s.lead is None or s.lead < ENOUGH):
-        return False
-    if s.begin is not None and s.placed is None:
-        return True  # a slow fault, on which nothing acts
+    if s.begin is not None:
+        return s.lead is not None and s.lead >= ENOUGH
     return s.excess is not None and s.excess <= TARGET
 
 

@@ -38,8 +38,7 @@ TRIED, TRIED_SHARE = 1024, 0.02
 BLAMELESS = (Cause.STATE, Cause.MOMENTS, Cause.LEARNING_RATE)
 # Share of the rate at which it warms up again.
 REWARM_FROM = 0.1
-# What a remedy begins anew, at once and never again by itself.
-ONCE = ("reset_bias", "reset_moments")
+ONCE = ("reset_bias", "reset_moments")  # what a remedy begins again at once
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",

@@ -125,7 +125,7 @@ def test_a_fault_of_experts_must_be_named_and_healed(tmp_path: Path) -> None:
         told(tmp_path, [START, warn("router_entropy", 120, growing.place)], name="slow"), growing, 1
     )
     assert slow.trend_at == 120
-    for lead, excess, right in ((40, 0.01, True), (5, 0.01, False), (40, 0.03, False), (None, 0.01, False)):
+    for lead, excess, right in ((40, 0.01, True), (5, 0.01, False), (40, 0.03, True), (None, 0.01, False)):
         assert is_within(slow.model_copy(update={"lead": lead, "excess": excess})) == right
 
 
