@@ -214,6 +214,18 @@ def game_balance(fault: Fault) -> None:
     experts.choose_experts = choose
 
 
+def spoil_expert(fault: Fault) -> None:
+    """The gradient of the weights of the expert at `PLACE` is NaN, every time that it is computed."""
+
+    def surround(engine: Engine, step: int) -> Around:
+        weight_name = f"{PLACE}.down.weight"
+        (weight,) = (p for p in engine.ds.module.parameters() if placement_of(p).name == weight_name)
+        is_broken = fault.step <= step < fault.step + fault.steps
+        return spoil_gradient(weight, is_broken and engine.topology.rank == fault.rank)
+
+    surround_steps(surround)
+
+
 def dying_block(fault: Fault) -> None:
     """The output weights of a block are not trained any more, and decay."""
     first_weights: dict[tuple[int, int], Tensor] = {}
@@ -314,6 +326,7 @@ LASTING: dict[str, Callable[[Fault], None]] = {
     "rare_tokens": rare_tokens,
     "growing_router": growing_router,
     "gamed_balance": game_balance,
+    "nan_expert": spoil_expert,
     "grown_gradient": grow_gradient,
     "shifted_labels": shift_labels,
 }
@@ -324,12 +337,6 @@ LASTING: dict[str, Callable[[Fault], None]] = {
 
 def nan_gradient(engine: Engine, here: bool, seed: int) -> Around:
     return spoil_gradient(_matrix(engine), here)
-
-
-def nan_expert(engine: Engine, here: bool, seed: int) -> Around:
-    weight_name = f"{PLACE}.down.weight"
-    (weight,) = (p for p in engine.ds.module.parameters() if placement_of(p).name == weight_name)
-    return spoil_gradient(weight, here)
 
 
 @contextmanager
@@ -453,7 +460,6 @@ HAPPENS: dict[str, Callable[[Engine, bool, int], Around]] = {
     "inf_loss": inf_loss,
     "moments": moments,
     "bit_flip": bit_flip,
-    "nan_expert": nan_expert,
     "scaled_router": scaled_router,
     **{kind: spoil_update(kind) for kind in EDITS},
     **{kind: shift_bias(amount) for kind, amount in BIASES.items()},

@@ -51,9 +51,9 @@ class Fault(BaseModel):
     steps; `factor` is by how much. From "permuted_head" on: what the update of step `step` does besides, once in the
     life of a run; the gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples
     of `steps` steps. "scaled_router", "heavy_expert" and "dead_expert": before that step the weights of all routers
-    are scaled, or the bias of the expert at `PLACE` moves, once in the life of a run. "nan_expert": as
-    "nan_gradient", of that expert. "gamed_balance": from `step` on the balance loss is of the scores themselves,
-    which all of them can lower.
+    are scaled, or the bias of the expert at `PLACE` moves, once in the life of a run. "nan_expert": the
+    gradient of its weights is NaN in `steps` steps, every time that it is computed. "gamed_balance": from `step` on
+    the balance loss is of the scores themselves, which all of them can lower.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -610,7 +610,7 @@ MIXTURE = (
     ),
     _mixture(
         "nan-expert", "NaN in the gradient of an expert's weights", "nan_expert", 1.0, PLACE,
-        "the same samples on the same weights give finite gradients when they are done again", {Cause.HARDWARE},
+        "one update is refused, and what its first number without a value is of is told", set(),
     ),
     replace(_rate("experts-rate-x10", 10.0), overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name),
     replace(
