@@ -216,12 +216,19 @@ def game_balance(fault: Fault) -> None:
 
 def spoil_expert(fault: Fault) -> None:
     """The gradient of the weights of the expert at `PLACE` is NaN, every time that it is computed."""
+    is_broken, spoilt_engines = _lasting(fault), set[int]()
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, torch.nan) if is_broken() else gradient
 
     def surround(engine: Engine, step: int) -> Around:
-        weight_name = f"{PLACE}.down.weight"
-        (weight,) = (p for p in engine.ds.module.parameters() if placement_of(p).name == weight_name)
-        is_broken = fault.step <= step < fault.step + fault.steps
-        return spoil_gradient(weight, is_broken and engine.topology.rank == fault.rank)
+        # Once, so that it comes before the hooks of those that look for it.
+        if id(engine) not in spoilt_engines and engine.topology.rank == fault.rank:
+            spoilt_engines.add(id(engine))
+            weight_name = f"{PLACE}.down.weight"
+            (weight,) = (p for p in engine.ds.module.parameters() if placement_of(p).name == weight_name)
+            weight.register_hook(spoil)
+        return nullcontext()
 
     surround_steps(surround)
 
@@ -335,18 +342,15 @@ LASTING: dict[str, Callable[[Fault], None]] = {
 # Faults of one step, once in the life of a run: contexts around it, of (engine, whether it happens here, seed)
 
 
-def nan_gradient(engine: Engine, here: bool, seed: int) -> Around:
-    return spoil_gradient(_matrix(engine), here)
-
-
 @contextmanager
-def spoil_gradient(parameter: torch.nn.Parameter, here: bool) -> Iterator[None]:
+def nan_gradient(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     def spoil(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         gradient.view(-1)[0] = torch.nan
         return gradient
 
-    hook_handle = parameter.register_hook(spoil) if here else None
+    chosen_parameter = _matrix(engine)
+    hook_handle = chosen_parameter.register_hook(spoil) if here else None
     try:
         yield
     finally:

@@ -612,7 +612,7 @@ MIXTURE = (
         "nan-expert", "NaN in the gradient of an expert's weights", "nan_expert", 1.0, PLACE,
         "one update is refused, and what its first number without a value is of is told", set(),
     ),
-    replace(_rate("experts-rate-x10", 10.0), overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name),
+    replace(_rate("experts-rate-x30", 30.0), overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name),
     replace(
         data("experts-burst", "a region of random tokens", "random", "the samples are bad on every state"),
         overrides=OF_EXPERTS, reference=CLEAN_EXPERTS.name,

@@ -154,10 +154,12 @@ class Trials:
         nothing to compare, or it cannot be read."""
         return self._compare(start, partial(self._try_suspects, found, start))
 
-    def try_remedies(self, offers: Sequence[Offer], start: TrialStart) -> RemedyTrial | None:
+    def try_remedies(
+        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool = True
+    ) -> RemedyTrial | None:
         """Try remedies with the data as it was, against none, and against other data in the place of the window; over
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
-        enough, or there is nothing to compare."""
+        enough, if it `needs_harm`, or there is nothing to compare."""
         trial_outlook, policy = start.outlook, self.guard.policy
         possible = self.engine.adjustments.possible
         offers = [offer for offer in offers if offer.name not in ADJUSTMENTS or offer.name in possible]
@@ -169,7 +171,7 @@ class Trials:
             offers = offers[:-1]
         if not offers:
             return None
-        return self._compare(start, partial(self._try_remedies, offers, start))
+        return self._compare(start, partial(self._try_remedies, offers, start, needs_harm))
 
     def try_corpus(self, corpus: str, bad: Sequence[int], start: TrialStart) -> CorpusTrial | None:
         """Try the data as it comes without a corpus, against the same without its bad samples alone. bad: their
@@ -248,7 +250,7 @@ class Trials:
         return SuspectsTrial(trial, run_on_first(lambda: harms_anyway(coming.control, before)))
 
     def _try_remedies(
-        self, offers: Sequence[Offer], start: TrialStart, outlook: Outlook
+        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool, outlook: Outlook
     ) -> RemedyTrial | None:
         snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
         steps = self._count_steps(start, outlook)
@@ -266,10 +268,10 @@ class Trials:
             return self._train_and_measure(snapshot, other_batches, ahead)
 
         control = train_on(fillers[-sum(batch.size for batch in batches) :])
-        if not run_on_first(lambda: harms_anyway(control.measured, before)):
+        if needs_harm and not run_on_first(lambda: harms_anyway(control.measured, before)):
             return None
         # What the run was trained on may be what does the harm, memorised.
-        if outlook.others.size:
+        if needs_harm and outlook.others.size:
             fresh = train_on(outlook.others)
             if not run_on_first(lambda: harms_anyway(fresh.measured, before)):
                 return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -343,19 +343,22 @@ class Rewinding:
         )
 
     def undo_change(
-        self, change: Change[T], done: StepResult, measure: Callable[[], T], accept: Callable[[], None]
-    ) -> RunState | None:
+        self, change: Change[T], done: StepResult, measure: Callable[[], T], accept: Callable[[], None],
+        remedies: Collection[str] = (),
+    ) -> RunState | None:  # fmt: skip
         """Repeat the steps in which a tensor or a router changed, on a state from before them. If it does not change
         again, something else than these steps changed it: the run goes on from that state, and nothing is taken away.
-        Else it stays where it is: None. Raises SpaceError.
+        Else it stays where it is, None, unless a remedy wins. Raises SpaceError.
 
         Args:
             measure: what a change is told by, of the state that the engine holds.
             accept: called if the change is the run's own work.
+            remedies: that are then tried.
         """
         begin_time, state, guard_policy = time.perf_counter(), done.state, self.guard.policy
         self.parts.phase("replay steps")
         left_out, present_state = self.parts.select_unskipped(), self.points.ring.copy_aside(state.step)
+        trial_outlook = self.trials.look_ahead(state, left_out) if remedies else None
 
         def repeat_from_snapshot() -> tuple[Snapshot | None, T | None]:
             past_snapshot = self.points.look_back_before(change.before + 1, left_out)
@@ -366,6 +369,11 @@ class Rewinding:
         repeated = self.trials.unless_unreadable(state.step, repeat_from_snapshot)
         past_snapshot, found_again = repeated or (None, None)
         if past_snapshot is None or found_again is None or change.is_repeated(found_again):
+            if remedies and past_snapshot is not None and found_again is not None:
+                window = self.points.steps_since(change.before + 1)
+                trial_start = TrialStart(window, past_snapshot, left_out, trial_outlook)
+                if (rewound_state := self._mend_change(change, done, trial_start, remedies)) is not None:
+                    return rewound_state
             self.points.restore_snapshot(present_state)
             accept()
             why_kept = "cannot be done again" if found_again is None else "make it again"
@@ -378,6 +386,32 @@ class Rewinding:
         self.incident_log.open_incident(decision, state, window, done.measured.grad_norm)
         trial_start = TrialStart([], past_snapshot, left_out, None)
         return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), trial_start, begin_time)
+
+    def _mend_change(
+        self, change: Change[T], done: StepResult, start: TrialStart, remedies: Collection[str]
+    ) -> RunState | None:
+        """Try remedies for what the run's own steps make again, from the snapshot that the engine holds, whether or not
+        other data helps as well. The state that the run goes on from if one wins; None: the policy is as it was."""
+        begin_time, guard_policy, state = time.perf_counter(), self.guard.policy, done.state
+        state_before = guard_policy.state.model_copy(deep=True)
+        finding = Finding(state.step, Verdict.DAMAGE, 1.0, change.before + 1, change.reason, on_trend=False)
+        decision = guard_policy.undo_steps(finding, change.reason)
+        every_offer = guard_policy.offer_remedies(start.snapshot.extra.state.updates, None, None)
+        own_offers = [offer for offer in every_offer if offer.name in remedies]
+        trial = self.trials.try_remedies(own_offers, start, needs_harm=False)
+        chosen_offer = next((offer for offer in own_offers if trial and offer.name == trial.chosen), None)
+        if trial is None or chosen_offer is None or not decision.action.rewinds:
+            guard_policy.state = state_before.model_copy(update={"tried": guard_policy.state.tried})
+            return None
+        self.incident_log.open_incident(decision, state, start.window, done.measured.grad_norm)
+        chosen_remedy = guard_policy.adopt_remedy(chosen_offer, trial.reason)
+        self._carry_out(chosen_offer, start.snapshot)
+        reason = f"{change.reason}; {trial.reason}"
+        conclusion, all_harmless = (
+            Conclusion(chosen_offer.remedy.cause, [], [], reason),
+            replace(start, window=[]),
+        )
+        return self._undo(decision, state, conclusion, all_harmless, begin_time, chosen_remedy)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is

@@ -12,7 +12,8 @@
 New is not bad: another language chooses other experts, and a router sharpens as it learns. So a number must be far from
 its level, in its own scatter and by a factor, for several updates in a row. Level and scatter follow it slowly, by
 steps that no outlier makes large, so that what lasts becomes usual. A sign is a warning. Whether the updates of the run
-made it, a replay of the same steps shows; only what they do not make again is undone.
+made it, a replay of the same steps shows: what they do not make again is undone, and for what they do remedies of
+routers are tried.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ LASTING = {"expert_load": 8, "expert_idle": 16, "router_entropy": 8, "router_log
 warning."""
 OVER = 4
 BIAS = "expert_bias"  # the signal that one look is enough for
+TRIED = ("reset_bias", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
+"""Remedies that are tried where the updates of the run change a router so. A lower rate of all would win any trial."""
 REMEDIES = {
     "expert_load": "a larger model.experts.balance_loss or bias_rate; a lower rate of the routers",
     "expert_idle": "a larger model.experts.balance_loss or bias_rate",

@@ -9,7 +9,7 @@ import pytest
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import TrendEvent
+from megastable.run.events.stability_events import BranchesTried, SettingsAdjusted, TrendEvent
 from megastable.run.events.training_events import Warned
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -29,10 +29,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def experts_recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
-    train = {"eval_samples": 0, "micro_batch": 4}
-    stability = {"trends": {"start": 8}}
-    model = {"layers": 2, "experts": EXPERTS}
-    return recipe(corpus, run, model=model, train=train, stability=stability, **parts)
+    defaults: dict[str, Any] = {
+        "train": {"eval_samples": 0, "micro_batch": 4}, "model": {"layers": 2, "experts": EXPERTS},
+        "stability": {"trends": {"start": 8}},
+    }  # fmt: skip
+    return recipe(corpus, run, **defaults | parts)
 
 
 def train_pushed(config: RunConfig, at: int | None, amount: float, always: bool = False) -> tuple[int, int]:
@@ -70,7 +71,43 @@ def test_a_bias_that_no_update_moved_is_undone(name: str, easy: Path, tmp_path: 
 
 def test_a_bias_that_the_steps_move_again_is_the_runs_own(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_ranks(1, train_pushed, experts_recipe(easy, run), AT, -5.0, True) == [(0, 2)]
+    ((code, times),) = run_ranks(1, train_pushed, experts_recipe(easy, run), AT, -5.0, True)
+    assert code == 0 and times > 2  # in the run, when it was repeated, and in branches
     told = [event["text"] for event in RunDirectory(run).iterate_events(Warned)]
     assert any(PLACE in text and "the same steps make it again" in text for text in told)
     assert not incidents(run)
+
+
+def train_gamed(config: RunConfig) -> int:
+    """Train; from step `AT` on a balance loss moves a bias once, and makes the head a little larger in every update."""
+    trainer = trainer_of(config)
+    engine, real = trainer.engine, trainer.engine._apply_update
+    mlp = engine.routing._mlps[LAYER]
+
+    def apply_update(*given: Any) -> None:
+        real(*given)
+        if engine.ds.global_steps < AT or not mlp.balance_weight:
+            return
+        engine.routing.bias[LAYER, EXPERT] = -5.0
+        flat = engine.flat_state()
+        for f in flat.fragments:
+            if f.name == "head.weight" and (piece := flat.view_piece(f, "weight")) is not None:
+                piece.mul_(1.03)
+        engine.refresh_weights()
+
+    engine._apply_update = apply_update
+    return trainer.train()
+
+
+def test_what_the_steps_make_again_is_mended_by_the_remedy_that_wins(easy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = experts_recipe(easy, run, train={"steps": 80, "eval_samples": 0, "micro_batch": 4},
+                            model={"layers": 2, "experts": EXPERTS | {"balance_loss": 0.01}})  # fmt: skip
+    assert run_ranks(1, train_gamed, config) == [0]
+    (trial,) = RunDirectory(run).iterate_events(BranchesTried)
+    assert trial["chosen"] == "no_balance_loss"
+    (incident,) = incidents(run)
+    assert (incident["verdict"], incident["cause"], incident["outcome"]) == ("damage", "state", "healed")
+    assert PLACE in incident["reasons"][0] and not incident["positions"] and not incident["deferred"]
+    (adjusted,) = RunDirectory(run).iterate_events(SettingsAdjusted)
+    assert adjusted["settings"] == ["no_balance_loss"]
