@@ -579,7 +579,7 @@ def _mixture(
         {"kind": kind, "step": FAULT_STEP + 2, "steps": steps, "factor": factor, "rank": 0}
     )
     # What grows by itself harms no data: a trial may say so.
-    tolerated = frozenset({Cause.STATE, Cause.NEW_DATA}) if trend else frozenset[Cause]()
+    tolerated = frozenset({Cause.STATE, Cause.NEW_DATA}) if steps > 1 else frozenset[Cause]()
     return Scenario(
         name, title, frozenset(causes), why, ANY, tolerated, fault=fault,
         overrides=clean.overrides, step=fault.step, steps=steps, reference=clean.name, trend=trend, place=place,
@@ -605,8 +605,7 @@ MIXTURE = (
     ),
     _mixture(
         "gamed-balance", "a balance loss that a sigmoid gate lowers by lowering all scores", "gamed_balance", 1.0,
-        ROUTER, "scores vanish, and with them what experts add", set(), "router_logits", STEPS - FAULT_STEP - 2,
-        CLEAN_SIGMOID,
+        ROUTER, "a remedy, no balance loss, is clearly better", set(), "", STEPS - FAULT_STEP - 2, CLEAN_SIGMOID,
     ),
     _mixture(
         "nan-expert", "NaN in the gradient of an expert's weights", "nan_expert", 1.0, PLACE,

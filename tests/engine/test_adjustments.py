@@ -115,7 +115,7 @@ def test_larger_losses_of_routers_are_those_of_another_recipe() -> None:
 
 def reset_biases() -> list[tuple[float, float]]:
     """The largest bias and the loss of a step, without and after a reset."""
-    found = []
+    found = list[tuple[float, float]]()
     for resets in (False, True):
         engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}))
         assert engine.routing is not None and "reset_bias" in engine.adjustments.possible
