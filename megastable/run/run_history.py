@@ -401,9 +401,7 @@ class RunHistory:
         """The run goes on from `step`: what was measured of later weights is of none that there are."""
         for one_measurement in (*self.evaluations, *self.probes, *self.scores):
             one_measurement.undone |= one_measurement.step > step
-        self.trends = {
-            signal: event for signal, event in self.trends.items() if int(event.get("step") or 0) <= step
-        }
+        self.trends = {signal: event for signal, event in self.trends.items() if (event.step or 0) <= step}
 
     def _add_work(self, event: Event) -> None:
         """What processes are at work on which hosts, and how they end."""

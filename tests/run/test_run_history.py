@@ -138,6 +138,24 @@ def after(scores: list[float], name: str = "acc") -> ScoreDrop | None:
     return history.summarize_tasks().drops.get(name)
 
 
+def test_history_forgets_warnings_of_steps_that_are_undone() -> None:
+    told = [
+        {
+            "event": "trend",
+            "what": "warned",
+            "step": step,
+            "signal": signal,
+            "text": "x",
+            "remedy": "",
+            "numbers": {},
+        }
+        for step, signal in ((4, "expert_load"), (9, "expert_bias"))
+    ]
+    assert [*history_of(*told).trends] == ["expert_load", "expert_bias"]
+    undone = incident(1, "rewound") | {"to_step": 5, "cursor": 40}
+    assert [*history_of(*told, undone).trends] == ["expert_load"]
+
+
 def test_task_history_counts_events_and_forgets_tasks_that_are_no_longer_evaluated() -> None:
     history = TaskHistory()
     named = {"checkpoint": "c", "manifest": "m", "reason": "r"}
