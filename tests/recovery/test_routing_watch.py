@@ -79,7 +79,7 @@ def test_a_bias_that_the_steps_move_again_is_the_runs_own(easy: Path, tmp_path: 
 
 
 def train_gamed(config: RunConfig) -> int:
-    """Train; from step `AT` on a balance loss moves a bias once, and makes the head a little larger in every update."""
+    """Train; from step `AT` on a balance loss moves a bias once, and makes the head larger in every update."""
     trainer = trainer_of(config)
     engine, real = trainer.engine, trainer.engine._apply_update
     mlp = engine.routing._mlps[LAYER]
@@ -92,7 +92,7 @@ def train_gamed(config: RunConfig) -> int:
         flat = engine.flat_state()
         for f in flat.fragments:
             if f.name == "head.weight" and (piece := flat.view_piece(f, "weight")) is not None:
-                piece.mul_(1.03)
+                piece.mul_(1.1)
         engine.refresh_weights()
 
     engine._apply_update = apply_update
