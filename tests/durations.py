@@ -62,7 +62,9 @@ ALLOWED: dict[str, str] = {
     "tests/forensics/court/test_hold_court.py::fixtures": _SHARED,
     "tests/forensics/court/test_hold_court.py::test_court_finds_a_planted_region_well_chosen": "14 branches",
     "tests/recovery/test_tensor_watch.py::test_a_jump_that_the_steps_do_not_make_again_is_undone": _END_TO_END,
-    "tests/recovery/test_routing_watch.py::test_what_the_steps_make_again_is_mended_by_the_remedy_that_wins": _END_TO_END,
+    "tests/recovery/test_routing_watch.py::test_what_the_steps_make_again_is_mended_by_the_remedy_that_wins": (
+        _END_TO_END
+    ),
     "tests/recovery/test_routing_watch.py::test_a_bias_that_the_steps_move_again_is_the_runs_own": _END_TO_END,
     "tests/checkpoint/test_plain.py::fixtures": _SHARED,
     "tests/convert/foreign/test_deepspeed.py::fixtures": _SHARED,
