@@ -189,8 +189,7 @@ def measure_layouts(names: Sequence[str] = (), say: Callable[[str], None] = lamb
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
-    # The profiler of torch 2.13, by which memory is measured on a CPU, died of SIGSEGV in one of about 100 layouts.
-    measured_layouts = run_layouts(LAYOUTS, names, measure_joined, say, again=True)
+    measured_layouts = run_layouts(LAYOUTS, names, measure_joined, say)
     return [row for name, case, ranks in measured_layouts for row in compare_ranks(name, case, ranks)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import RankDiedError, launch_ranks
+from benchmarks.ranks import launch_ranks
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
@@ -101,7 +101,6 @@ def run_layouts(
     names: Sequence[str],
     function: Callable[[LayoutCase], Any],
     say: Callable[[str], None],
-    again: bool = False,
 ) -> Iterator[tuple[str, LayoutCase, list[Any]]]:
     """Call a function on every rank of layouts, each in processes of its own.
 
@@ -110,7 +109,6 @@ def run_layouts(
         names: of those to run; none: all.
         function: a module-level one.
         say: is told of each.
-        again: whether a layout is tried a second time if the process of a rank ends by itself.
 
     Yields:
         Name, layout, and what the function returned, by rank.
@@ -123,11 +121,4 @@ def run_layouts(
             raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, layouts))}")
     for name in names or layouts:
         say(name)
-        try:
-            results = launch_ranks(layouts[name].world, function, layouts[name])
-        except RankDiedError as error:
-            if not again:
-                raise
-            say(f"{name} once more: {error}")
-            results = launch_ranks(layouts[name].world, function, layouts[name])
-        yield name, layouts[name], results
+        yield name, layouts[name], launch_ranks(layouts[name].world, function, layouts[name])

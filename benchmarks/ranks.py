@@ -29,10 +29,6 @@ PRELOAD = [
 ]  # fmt: skip
 
 
-class RankDiedError(MegastableError):
-    """The process of a rank ended by itself, as by a signal."""
-
-
 class RankEnd(NamedTuple):
     """How the function ended on a rank. error: the name of what was raised, or what became of the process; empty if it
     is done. result: what it returned."""
@@ -57,15 +53,14 @@ def launch_ranks(
 ) -> list[Any]:
     """Run `function(argument)` on every rank of a process group of `world` local processes; results by rank.
 
-    function: a module-level one. Raises MegastableError if a rank fails, RankDiedError if its process ended.
+    function: a module-level one. Raises MegastableError if a rank fails.
     """
     rank_ends = run_on_ranks(world, function, argument, timeout)
     failed_ranks = [(rank, rank_end) for rank, rank_end in enumerate(rank_ends) if rank_end.error]
     # What the others say of one that died, or never came, is no cause.
     causes = sorted(failed_ranks, key=lambda item: {DIED: 0, ABANDONED: 2}.get(item[1].error, 1))
     for rank, rank_end in causes[:1]:
-        kind = RankDiedError if rank_end.error == DIED else MegastableError
-        raise kind(f"measuring on {world} ranks: rank {rank}: {rank_end.error}: {rank_end.text}")
+        raise MegastableError(f"measuring on {world} ranks: rank {rank}: {rank_end.error}: {rank_end.text}")
     return [rank_end.result for rank_end in rank_ends]
 
 

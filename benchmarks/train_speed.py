@@ -51,6 +51,7 @@ LEAST_SECONDS, MOST_STEPS = 0.3, 16  # minimum duration and maximum steps of one
 LEAST_ROUNDS = 2  # even if the time is over
 STEP_BLOCKS = 4  # of a model that does not fit
 ROOM = 0.8  # usable share of the device's memory
+SETTLED = 0.3  # seconds
 MEASURED = "a run whose memory counts"
 NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
 
@@ -481,6 +482,9 @@ def peak_of(step: Callable[[], Any], again: int = 0) -> int:
         for _ in range(1 + again):
             with torch.profiler.record_function(MEASURED):
                 step()
+        # gloo's threads free what they have sent a little later. One that does while the profiler of torch 2.13 ends
+        # takes the process down.
+        time.sleep(SETTLED)
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     start_times: list[int] = []
     size_changes: list[tuple[int, int]] = []

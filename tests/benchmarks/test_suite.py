@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from benchmarks import ranks, suite
-from benchmarks.layouts import LayoutCase, run_layouts
 from benchmarks.peers import OURS, chosen_peers
-from benchmarks.ranks import ABANDONED, DIED, RankDiedError, RankEnd, run_on_ranks
+from benchmarks.ranks import ABANDONED, DIED, RankEnd, launch_ranks, run_on_ranks
 from benchmarks.suite import STAGES, Stage
 from benchmarks.train_speed import ROOM, resolve_config
+from megastable.base.errors import MegastableError
 from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import find_misfit
 from megastable.parallel.layout import Layout
@@ -124,22 +124,14 @@ def test_run_on_ranks_waits_for_others_not_long(what: str, errors: str, tmp_path
     assert what != "tells" or (ends[1].text == "as told" and ends[1].result > 0)
 
 
-def die_once(case: LayoutCase) -> str:
-    """Rank 1 ends by itself the first time that it has this case."""
-    mark = Path(case.base["mark"]["path"])
-    if os.environ["RANK"] == "1" and not mark.exists():
-        mark.touch()
+def die_at_once(_: None) -> None:
+    """Rank 1 ends by itself; the other one fails because of that."""
+    if os.environ["RANK"] == "1":
         os._exit(9)
-    return "measured"
+    time.sleep(0.1)
+    raise ValueError("a rank has gone")
 
 
-def test_a_layout_whose_rank_dies_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
-    said = list[str]()
-    for again in (True, False):
-        case = LayoutCase(2, base={"mark": {"path": str(tmp_path / f"mark-{again}")}})
-        layouts = run_layouts({"one": case}, (), die_once, said.append, again)
-        if again:
-            assert next(layouts)[2] == ["measured"] * 2 and "rank 1: died" in said[-1]
-        else:
-            with pytest.raises(RankDiedError, match="rank 1: died"):
-                next(layouts)
+def test_the_rank_that_died_is_named_not_one_that_noticed_it() -> None:
+    with pytest.raises(MegastableError, match="on 2 ranks: rank 1: died"):
+        launch_ranks(2, die_at_once, None)
