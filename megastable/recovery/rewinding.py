@@ -11,6 +11,7 @@ import numpy as np
 
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
+from megastable.base.collectives import find_least
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.engine import locators
@@ -368,7 +369,9 @@ class Rewinding:
 
         repeated = self.trials.unless_unreadable(state.step, repeat_from_snapshot)
         past_snapshot, found_again = repeated or (None, None)
-        if past_snapshot is None or found_again is None or change.is_repeated(found_again):
+        # What is measured in a rank's own memory may be repeated on one rank alone.
+        own_repeat = found_again is None or change.is_repeated(found_again)
+        if past_snapshot is None or found_again is None or find_least([-own_repeat])[0]:
             if remedies and past_snapshot is not None and found_again is not None:
                 window = self.points.steps_since(change.before + 1)
                 trial_start = TrialStart(window, past_snapshot, left_out, trial_outlook)

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from megastable.base.collectives import find_least, gather_objects
 from megastable.base.text import count_noun
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
@@ -298,7 +299,8 @@ def _rate_table(routed: Routed, levels: Numbers, scatters: Numbers) -> dict[str,
 
 
 class RoutingWatch(Watch):
-    """Of one process; without experts it does nothing. Every rank has the same sums, and finds the same."""
+    """Of one process; without experts it does nothing. Every rank has the same sums, but biases in its own memory: what
+    one rank finds in them all are told, and act on."""
 
     name = "routing"
     state: RoutingHistory
@@ -323,12 +325,11 @@ class RoutingWatch(Watch):
             return
         assert self.experts is not None
         told_before = {name.split()[0] for name in self.state.standing}
-        found_signs = self.state.judge_update(
-            step,
-            self._read(measured.choices, step % BIAS_EVERY == 0),
-            self.experts.bias_rate,
-            step > self.start,
-        )
+        with_bias = step % BIAS_EVERY == 0
+        routed = self._read(measured.choices, with_bias)
+        found_signs = self.state.judge_update(step, routed, self.experts.bias_rate, step > self.start)
+        if with_bias:
+            found_signs = self._agree(found_signs)
         self.newest = next(iter(found_signs), None)
         for signal in dict.fromkeys(sign.signal for sign in found_signs):
             own_signs = [sign for sign in found_signs if sign.signal == signal]
@@ -341,6 +342,18 @@ class RoutingWatch(Watch):
             self._tell(
                 TrendEvent(what="over", step=step, signal=signal, text="no longer", remedy="", numbers={})
             )
+
+    def _agree(self, own_signs: list[RoutingSign]) -> list[RoutingSign]:
+        """The signs that any rank has found, the farthest first. Collective."""
+        (least_count,) = find_least([-len(own_signs)])
+        if not least_count:
+            return []
+        every_sign = [sign for rank_signs in gather_objects(own_signs) for sign in rank_signs]
+        by_place = {(sign.signal, sign.where): sign for sign in reversed(every_sign)}
+        for sign in by_place.values():
+            if sign.signal == BIAS:
+                self.state.standing[f"{BIAS} {sign.layer} {sign.expert}"] = sign.reason
+        return sorted(by_place.values(), key=lambda sign: -sign.severity)
 
     def _tell(self, event: TrendEvent) -> None:
         warning_mark = "WARNING: " if event.what == "warned" else ""

@@ -36,9 +36,11 @@ def experts_recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
     return recipe(corpus, run, **defaults | parts)
 
 
-def train_pushed(config: RunConfig, at: int | None, amount: float, always: bool = False) -> tuple[int, int]:
-    """Train; after the update of step `at` a bias moves: once, or also where it is repeated. The exit code, and how
-    often."""
+def train_pushed(
+    config: RunConfig, at: int | None, amount: float, always: bool = False, only_rank: int | None = None
+) -> tuple[int, int]:
+    """Train; after the update of step `at` a bias moves: once, or also where it is repeated; on all ranks, or on one.
+    The exit code, and how often."""
     trainer = trainer_of(config)
     engine, real, done = trainer.engine, trainer.engine._apply_update, 0
 
@@ -47,19 +49,23 @@ def train_pushed(config: RunConfig, at: int | None, amount: float, always: bool 
         real(*given)
         if engine.ds.global_steps == at and (always or not done):
             done += 1
-            engine.routing.bias[LAYER, EXPERT] += amount
+            if only_rank in (None, engine.topology.rank):
+                engine.routing.bias[LAYER, EXPERT] += amount
 
     engine._apply_update = apply_update
     return trainer.train(), done
 
 
 @pytest.mark.quick("one")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_bias_that_no_update_moved_is_undone(name: str, easy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "only_rank"), [*((name, None) for name in LAYOUTS), ("zero2-dp2", 1)])
+def test_a_bias_that_no_update_moved_is_undone(
+    name: str, only_rank: int | None, easy: Path, tmp_path: Path
+) -> None:
     world, parts = LAYOUTS[name]
     hit, same = tmp_path / "hit", tmp_path / "same"
     for run, step in ((hit, AT), (same, None)):
-        ends = run_ranks(world, train_pushed, experts_recipe(easy, run, **parts), step, -5.0)
+        config = experts_recipe(easy, run, **parts)
+        ends = run_ranks(world, train_pushed, config, step, -5.0, False, only_rank)
         assert all(code == 0 for code, _ in ends)
     (incident,) = incidents(hit)
     assert (incident["verdict"], incident["cause"], incident["outcome"]) == ("damage", "state", "healed")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,6 +255,13 @@ def test_a_replay_is_asked_whether_it_came_half_of_the_way() -> None:
     assert larger.is_repeated(routed(1, 1, 6.0)) and not larger.is_repeated(routed(1, 9, 4.0))
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def watch_of(start: int = 0) -> tuple[RoutingWatch, list[Any], Any]:
     config = RunConfig.model_validate(
         {
@@ -277,6 +285,7 @@ def run_watch(watch: RoutingWatch, routers: Routers, engine: Any, first: int, la
         watch.after_update(measured, step, 1e-3)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_run_is_told_once_and_a_rewind_forgets() -> None:
     watch, told, engine = watch_of()
     routers = Routers(2)
@@ -297,6 +306,7 @@ def test_a_run_is_told_once_and_a_rewind_forgets() -> None:
     assert watch.state.updates == AT - 1
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_start_of_a_run_is_not_judged() -> None:
     watch, told, engine = watch_of(start=AT + 60)
     run_watch(watch, Routers(2), engine, 1, AT + 50, AT)
