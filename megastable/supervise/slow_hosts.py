@@ -10,8 +10,9 @@ hosts, its own host left out. A rank is slow if
   (1.4826 times the median deviation from the median). Where noise lasts for hundreds of steps, only this tells it from
   a fault.
 
-A host is as slow as its slowest rank. Ranks that share every layer (tensor and context parallelism) wait for each other
-in the middle of their work: where such a group spans hosts, nobody is named.
+A host is as slow as its slowest rank. Ranks that share every layer (tensor, context and expert parallelism) wait for
+each other in the middle of their work: where such a group spans hosts, nobody is named. Ranks with other experts have
+other work, as routers send them more or fewer tokens: only ranks with the same experts are compared.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class SlowHosts:
             if len(ranks) < progress.world or progress.loss is None:
                 return ""
             hosts = {heard.rank: self.fleet.name_of_host(heard.host) for heard in ranks}
-            self._found = Stragglers(limit, hosts, p.pipeline, p.tensor * p.context)
+            shared = p.tensor * math.lcm(p.context, p.expert)
+            self._found = Stragglers(limit, hosts, p.pipeline, shared, p.tensor, p.expert)
             self._starting = time.monotonic() - self._since
         has_changed = False
         while self._unread:
@@ -163,12 +165,16 @@ class SlowHost:
 
 class Stragglers:
     """Of one attempt. limit: the ratio from which a rank is slow; hosts: by rank, of all ranks; stages: of the
-    pipeline; shared: neighbouring ranks that share every layer.
+    pipeline; shared: neighbouring ranks that share every layer; tensor: of a tensor group; expert: data ranks that
+    share out experts.
 
     slow: the hosts that are slow now.
     """
 
-    def __init__(self, limit: float, hosts: Mapping[int, str], stages: int = 1, shared: int = 1) -> None:
+    def __init__(
+        self, limit: float, hosts: Mapping[int, str], stages: int = 1, shared: int = 1, tensor: int = 1,
+        expert: int = 1,
+    ) -> None:  # fmt: skip
         self.hosts, self._limit = hosts, math.log(limit)
         self.slow: dict[str, SlowHost] = {}
         self.alone = len(set(hosts.values())) == 1
@@ -177,7 +183,8 @@ class Stragglers:
             hosts_by_group[host_rank // shared].add(host)
         self.blind = any(len(group_hosts) > 1 for group_hosts in hosts_by_group.values())
         stage_size = max(1, len(hosts) // stages)
-        self._stage = {rank: rank // stage_size for rank in hosts}
+        # Stage and experts of every rank: what it is compared by.
+        self._work = {rank: (rank // stage_size, rank // tensor % expert) for rank in hosts}
         self._pending: dict[int, dict[int, WorkBlock]] = {}
         self._last = dict.fromkeys(hosts, -1)  # block, by rank
         self._awaited = -1, set[int]()  # the oldest pending block, and the ranks that have not got to its end
@@ -252,17 +259,18 @@ class Stragglers:
             self._spread = 1.4826 * statistics.median(abs(x - middle) for x in self._windows)
 
     def _others(self, values: Mapping[int, float]) -> dict[int, float]:
-        """By rank, the median of the ranks of its stage on other hosts; where all are on one, of the other ranks. Of
-        two in the middle the larger: one that is fast makes nobody slow. Ranks without others are left out."""
-        ranks_by_stage = defaultdict[int, list[int]](list)
+        """By rank, the median of the ranks with its layers and experts on other hosts; where all are on one, of the
+        other ranks. Of two in the middle the larger: one that is fast makes nobody slow. Ranks without others are left
+        out."""
+        ranks_by_work = defaultdict[tuple[int, int], list[int]](list)
         for rank in values:
-            ranks_by_stage[self._stage[rank]].append(rank)
+            ranks_by_work[self._work[rank]].append(rank)
         others_seconds: dict[int, float] = {}
-        for stage_ranks in ranks_by_stage.values():
-            ordered_values = sorted(values[stage_rank] for stage_rank in stage_ranks)
+        for alike_ranks in ranks_by_work.values():
+            ordered_values = sorted(values[alike_rank] for alike_rank in alike_ranks)
             ranks_by_team = defaultdict[object, list[int]](list)
-            on_one_host = len({self.hosts[rank] for rank in stage_ranks}) == 1
-            for rank in stage_ranks:
+            on_one_host = len({self.hosts[rank] for rank in alike_ranks}) == 1
+            for rank in alike_ranks:
                 ranks_by_team[rank if on_one_host else self.hosts[rank]].append(rank)
             for team_ranks in ranks_by_team.values():
                 if (others_count := len(ordered_values) - len(team_ranks)) > 0:

@@ -95,6 +95,21 @@ def test_stragglers_compare_no_stages_with_each_other() -> None:
     assert seen[-1] == {"d"}
 
 
+def test_stragglers_compare_only_ranks_with_the_same_experts() -> None:
+    """Of four data ranks that share out experts, with tensor groups of two, the second gets more of the tokens."""
+
+    def find(expert: int, slow_rank: int | None) -> set[str]:
+        found = Stragglers(1.1, hosts(2, 8), shared=8, tensor=2, expert=expert)
+        work = {
+            rank: (1.4 if rank // 2 % 4 == 1 else 1) * (1.3 if rank == slow_rank else 1)
+            for rank in found.hosts
+        }
+        return feed(found, range(60), noisy(lambda rank, n: work[rank]))[-1]
+
+    assert not find(4, None) and find(4, 8) == {"host-1"}
+    assert find(1, None) == {"host-0", "host-1"}
+
+
 def test_stragglers_name_nobody_of_groups_that_share_layers_across_hosts() -> None:
     blind = Stragglers(1.1, {0: "a", 1: "b", 2: "a", 3: "b"}, shared=2)
     assert not any(feed(blind, range(60), noisy(lambda rank, n: 3 if rank == 1 else 1)))
