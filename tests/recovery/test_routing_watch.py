@@ -56,7 +56,7 @@ def train_pushed(
     return trainer.train(), done
 
 
-@pytest.mark.quick("one")
+@pytest.mark.quick("one-None")
 @pytest.mark.parametrize(("name", "only_rank"), [*((name, None) for name in LAYOUTS), ("zero2-dp2", 1)])
 def test_a_bias_that_no_update_moved_is_undone(
     name: str, only_rank: int | None, easy: Path, tmp_path: Path
