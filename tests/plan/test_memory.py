@@ -40,6 +40,16 @@ def test_footprints_of_one_process() -> None:
     assert {kind: size for kind, size in found.bytes_at("between").items() if kind in expected} == expected
 
 
+@pytest.mark.parametrize(("zero", "data", "bytes_each"), [(1, 1, 0), (1, 2, 2), (2, 4, 1), (3, 2, 0)])
+def test_footprints_count_weights_that_are_passed_on(zero: int, data: int, bytes_each: float) -> None:
+    """ZeRO 1 and 2 send and receive, after an update, a rank's own part of the bf16 weights."""
+    (found,) = planned(data, parallel={"zero": zero})
+    (single,) = planned()
+    parameters = single.bytes_at("between")["weights"] // 2
+    passed_on = sum(found.bytes_at("exchange").values()) - sum(found.bytes_at("between").values())
+    assert passed_on == pytest.approx(bytes_each * parameters, rel=1e-4)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:

@@ -52,12 +52,14 @@ ALIGN = 64  # of model/blocked.py
 
 Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
 # Phases of a step: before the last block of a micro-batch, where layer_stats.py examines its attention; the loss; in
-# the backward pass loss and head, the last blocks, the first block and embedding; the update. Then between two steps,
-# and before the first one: building the layers, then the optimizer's state.
-Phase = Literal["watch", "loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
+# the backward pass loss and head, the last blocks, the first block and embedding; the update; its weights on their way
+# to other ranks. Then between two steps, and before the first one: building the layers, then the optimizer's state.
+Phase = Literal[
+    "watch", "loss", "head", "backward", "end", "update", "exchange", "between", "layers", "optimizer"
+]
 Device = Literal["cuda", "cpu"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
-STEP: tuple[Phase, ...] = ("watch", "loss", "head", "backward", "end", "update", "between")
+STEP: tuple[Phase, ...] = ("watch", "loss", "head", "backward", "end", "update", "exchange", "between")
 BUILDING: tuple[Phase, ...] = ("layers", "optimizer")
 PHASES = (*STEP, *BUILDING)
 WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # phases in which saved activations are in memory
@@ -317,7 +319,12 @@ def _exchanged(
     config: RunConfig, layout: Layout, held: Stage, groups: Sequence[FlatGroup], steps: int,
     zero: Mapping[str, Any],
 ) -> Iterable[Item]:  # fmt: skip
-    """DeepSpeed's memory for gradients and weights in transit between the data ranks."""
+    """Memory for gradients and weights in transit between the data ranks."""
+    if config.parallel.zero < 3:  # what this rank gives, and what it gets: parallel/mappings.py
+        passed_on = sum(group.own for group in groups if group.own < group.whole) * count_element_bytes(
+            config
+        )
+        yield Item("weights", "updated weights on their way to other ranks", 2 * passed_on, ("exchange",))
     if _sums(config):
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
