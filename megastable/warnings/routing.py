@@ -158,8 +158,8 @@ class Routed:
 
 class RoutingHistory(_State):
     """State for checkpoints and snapshots. updates: judged. levels, scatters: of `Routed.table`. streaks: by signal and
-    place. standing: what was warned of and is not over, its text by signal and place. bias: at its last look, and how
-    many updates ago; not saved, as a rewind or a restart may change it on purpose."""
+    place. standing: what was warned of and is not over, its text by signal and place. bias: at its last look, at
+    `bias_step`, and how many updates ago; not saved, as a rewind or a restart may change it on purpose."""
 
     updates: int = 0
     levels: list[list[float]] = []
@@ -168,6 +168,7 @@ class RoutingHistory(_State):
     standing: dict[str, str] = {}
     bias: list[list[float]] = Field(default=[], exclude=True)
     bias_age: int = Field(default=0, exclude=True)
+    bias_step: int = Field(default=0, exclude=True)
     pause: JudgementPause = JudgementPause()
 
     def judge_update(
@@ -235,7 +236,8 @@ class RoutingHistory(_State):
         if routed.bias is None:
             return []
         bias_before, update_count, found_signs = np.array(self.bias), self.bias_age, list[RoutingSign]()
-        self.bias, self.bias_age = routed.bias.tolist(), 0
+        first_step = self.bias_step + 1  # refused steps are no updates
+        self.bias, self.bias_age, self.bias_step = routed.bias.tolist(), 0, step
         for place_name in [place for place in self.standing if place.startswith(BIAS)]:
             del self.standing[place_name]
         if bias_before.shape != routed.bias.shape:
@@ -243,7 +245,7 @@ class RoutingHistory(_State):
         bias_severities = np.abs(routed.bias - bias_before) / (SLACK * update_count * bias_rate + 1e-6)
         for layer, expert in np.argwhere(~(bias_severities <= 1)):
             bias_moves = float(bias_before[layer, expert]), float(routed.bias[layer, expert])
-            sign_severity, first_step = float(bias_severities[layer, expert]), step - update_count + 1
+            sign_severity = float(bias_severities[layer, expert])
             new_sign = RoutingSign(
                 BIAS, int(layer), int(expert), first_step, step, *bias_moves, sign_severity
             )

@@ -170,6 +170,16 @@ def test_an_idle_expert_must_have_had_many_choices() -> None:
     assert judge(few, AT + 60, lambda step: starve(few) if step == AT else None) == []
 
 
+def test_a_bias_may_be_wrong_since_the_last_look_though_updates_were_refused() -> None:
+    """A snapshot of after it may have it already: the replay would make it again."""
+    routers, history = Routers(3), RoutingHistory()
+    look = AT // BIAS_EVERY * BIAS_EVERY
+    assert judge(routers, look, history=history) == []
+    routers.bias[1, 3] += 1.0
+    (sign,) = judge(routers, look + BIAS_EVERY, first=look + BIAS_EVERY - 1, history=history)
+    assert sign.before == look
+
+
 @pytest.mark.parametrize("amount", [1.0, -5.0, 0.2])
 def test_a_bias_moves_no_farther_than_its_rate(amount: float) -> None:
     def push(step: int) -> None:
