@@ -490,7 +490,7 @@ def _kinds(engine: Any) -> dict[str, str]:
     if t.layout.replicas > 1:
         groups_by_kind |= {"shard": [t.shard_group, t.owner_group], "replica": [t.replica_group]}
     if t.layout.expert > 1:
-        groups_by_kind |= {"expert": [t.experts.group], "twins": [t.find_sharing(True).group]}
+        groups_by_kind |= {"expert": [t.experts.group], "expert data": [t.find_sharing(True).group]}
     inner = engine.optimizer.optimizer
     groups_by_kind["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
     if t.layout.pipeline > 1:

@@ -375,37 +375,29 @@ def _return_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
     return returned_rows
 
 
-class _SendRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _send_rows(rows, exchange)
+class _MoveRows(torch.autograd.Function):
+    """One way in the forward pass, and the other in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _return_rows(grad, ctx.exchange), None
-
-
-class _ReturnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _return_rows(rows, exchange)
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, back: bool) -> Tensor:
+        ctx.exchange, ctx.back = exchange, back
+        return _return_rows(rows, exchange) if back else _send_rows(rows, exchange)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _send_rows(grad, ctx.exchange), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        move_other_way = _send_rows if ctx.back else _return_rows
+        return move_other_way(grad, ctx.exchange), None, None
 
 
 def send_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
     """From a rank's rows [m, h], in the order of experts, to the rows of all ranks for this rank's experts, in their
     order: one all-to-all in each pass."""
-    return _SendRows.apply(rows, exchange)
+    return _MoveRows.apply(rows, exchange, False)
 
 
 def return_rows(rows: Tensor, exchange: RowExchange) -> Tensor:
     """Back from the results of this rank's experts to those of this rank's rows; the inverse of `send_rows`."""
-    return _ReturnRows.apply(rows, exchange)
+    return _MoveRows.apply(rows, exchange, True)
 
 
 def begin_shift(x: Tensor, group: Any) -> Callable[[], Tensor]:

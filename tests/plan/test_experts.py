@@ -181,7 +181,7 @@ def test_tokens_go_to_experts_and_back(recompute: str, passes: int, tensor: int)
     assert {t.collective for t in terms} == {"all-to-all"}
     sent = sorted((t.bytes, t.calls) for t in terms)
     assert sent == sorted([(8 * 8, calls * passes), (rows, 2 * calls * passes), (rows, 2 * calls)])
-    assert volume.count_members(c, 8)["expert"] == 4 and volume.count_members(c, 8)["twins"] == 2
+    assert volume.count_members(c, 8)["expert"] == 4 and volume.count_members(c, 8)["expert data"] == 2
     assert not [t for t in volume.list_step_terms(make_config(), 8, 0, cut, "chunked") if t.group == "expert"]
 
 
@@ -194,9 +194,9 @@ def test_gradients_of_experts_are_summed_by_those_that_have_them() -> None:
         summed[term.group] += term.total * (term.what == "gradients")
         gathered[term.group] += term.total * (term.what == "weights" and term.collective == "all-gather")
     experts = count_expert_elements(c)
-    assert summed["twins"] == 4 * experts // 4
+    assert summed["expert data"] == 4 * experts // 4
     assert summed["data"] == pytest.approx(4 * (count_parameters(c.model) - experts), rel=1e-3)
-    assert gathered["twins"] == 2 * experts // 4 // 2  # of two ranks this one's half
+    assert gathered["expert data"] == 2 * experts // 4 // 2  # of two ranks this one's half
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_gradients_of_experts_are_summed_by_those_that_have_them() -> None:
         (Layout(data=16, expert=16), "expert", "network", 8),
         (Layout(tensor=2, data=16, expert=4), "expert", "host", 4),
         (Layout(tensor=2, data=16, expert=8), "expert", "network", 4),
-        (Layout(data=16, expert=8), "twins", "network", 1),
-        (Layout(data=16, expert=2), "twins", "network", 4),
-        (Layout(data=8, expert=2), "twins", "host", 4),
+        (Layout(data=16, expert=8), "expert data", "network", 1),
+        (Layout(data=16, expert=2), "expert data", "network", 4),
+        (Layout(data=8, expert=2), "expert data", "host", 4),
         (Layout(pipeline=2, data=8, expert=8), "expert", "host", 8),
     ],
 )

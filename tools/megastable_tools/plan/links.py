@@ -73,39 +73,25 @@ def find_crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossin
 def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
     """(distance of neighbours, members, first ranks) of the groups of a kind. For a pipeline these are two neighbouring
     stages, which communicate, and for tied stages one rank of each."""
-    t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
+    t, d, p = lay.tensor, lay.data, lay.pipeline
     group_starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
+
+    def list_neighbours(size: int) -> tuple[int, int, Iterable[int]]:
+        return t, size, (start + first * t for start in group_starts for first in range(0, d, size))
+
+    def list_alike(size: int) -> tuple[int, int, Iterable[int]]:
+        """The data ranks in the same place of all groups of so many neighbours."""
+        return size * t, d // size, (start + place * t for start in group_starts for place in range(size))
+
     match group:
         case "tensor":
             return 1, t, range(0, lay.world, t)
-        case "context":
-            return t, c, (group_start + g * c * t for group_start in group_starts for g in range(lay.samples))
-        case "data":
-            return t, d, group_starts
-        case "shard":
-            return (
-                t,
-                lay.shards,
-                (start + first * t for start in group_starts for first in range(0, d, lay.shards)),
+        case "context" | "data" | "shard" | "expert":
+            return list_neighbours(
+                {"context": lay.context, "data": d, "shard": lay.shards, "expert": lay.expert}[group]
             )
-        case "replica":
-            return (
-                lay.shards * t,
-                lay.replicas,
-                (start + j * t for start in group_starts for j in range(lay.shards)),
-            )
-        case "expert":
-            return (
-                t,
-                lay.expert,
-                (start + first * t for start in group_starts for first in range(0, d, lay.expert)),
-            )
-        case "twins":
-            return (
-                lay.expert * t,
-                d // lay.expert,
-                (start + j * t for start in group_starts for j in range(lay.expert)),
-            )
+        case "replica" | "expert data":
+            return list_alike(lay.shards if group == "replica" else lay.expert)
         case "stage":
             return 1, t * d, range(0, lay.world, t * d)
         case "pipeline":

@@ -513,7 +513,7 @@ class _Prediction:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            if term.group in ("data", "shard", "replica", "twins", "stage", "tied", "world", "model"):
+            if term.group in ("data", "shard", "replica", "expert data", "stage", "tied", "world", "model"):
                 terms_by_group[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
         zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
         time_lines = []

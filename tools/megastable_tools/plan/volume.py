@@ -66,9 +66,9 @@ class Term:
     """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
     group: "tensor", "context", "data", "shard" (the data ranks of a replica), "replica" (those with the same shard),
-    "expert" (the data ranks that share out experts), "twins" (the data ranks with the same experts), "stage" (tensor x
-    data), "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the data ranks of a replica on the
-    first and the last stage), "world".
+    "expert" (the data ranks that share out experts), "expert data" (those with the same experts), "stage"
+    (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the data ranks of
+    a replica on the first and the last stage), "world".
     """
 
     what: str
@@ -88,7 +88,7 @@ def count_members(config: RunConfig, data: int) -> dict[str, int]:
     context_ranks, expert_ranks = config.parallel.context, config.parallel.expert
     group_sizes = {"tensor": t, "context": context_ranks, "data": data, "pipeline": p}
     shards = count_shards(config, data)
-    group_sizes |= {"expert": expert_ranks, "twins": shards // expert_ranks}
+    group_sizes |= {"expert": expert_ranks, "expert data": shards // expert_ranks}
     group_sizes |= {"shard": shards, "replica": config.parallel.replicas, "tied": 2 * shards}
     return group_sizes | {"stage": t * data, "model": t * p, "world": t * p * data}
 
@@ -443,7 +443,7 @@ def _zero(
 def _name_group(config: RunConfig, group: ParameterGroup) -> str:
     """Of the data ranks over which ZeRO shares out a group of parameters."""
     if group.expert_ranks > 1:
-        return "twins"
+        return "expert data"
     return "data" if config.parallel.replicas == 1 else "shard"
 
 
