@@ -24,6 +24,7 @@ from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.recovery.watches import UNKNOWN, Watches
 from megastable.run.events.stability_events import Located, RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
+from megastable.warnings.routing import choose_remedies
 from megastable_guard import policy_state, scores
 from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
 from megastable_guard.conclusion import Conclusion
@@ -129,9 +130,10 @@ class Rewinding:
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.blame_returned(conclusion, suspect_window)
             if not is_proven:
-                conclusion = self._locate_growth(conclusion, t, output_sizes)
+                conclusion, grown_layer = self._locate_growth(conclusion, t, output_sizes)
                 start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
-                tried_all = self._try_all(t, conclusion, start, has_recurred or policy.state.recurrences > 0)
+                has_come_back = has_recurred or policy.state.recurrences > 0
+                tried_all = self._try_all(t, conclusion, start, has_come_back, grown_layer)
                 conclusion, offer = tried_all.conclusion, tried_all.offer
                 if tried_all.harmless is not None:
                     trial = tried_all.harmless
@@ -156,18 +158,18 @@ class Rewinding:
         start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
         return self._undo(t.decision, t.done.state, conclusion, start, begin_time, chosen_remedy)
 
-    def _locate_growth(self, found: Conclusion, t: Tripped, sizes: locators.Sizes) -> Conclusion:
-        """A conclusion that says which layer grew first, if any did. The engine holds a good state. sizes: those of the
-        tripping samples on the state that tripped."""
+    def _locate_growth(self, found: Conclusion, t: Tripped, sizes: locators.Sizes) -> tuple[Conclusion, str]:
+        """A conclusion that says which layer grew first, and its name, if any did. The engine holds a good state.
+        sizes: those of the tripping samples on the state that tripped."""
         if not sizes:
-            return found
+            return found, ""
         good = locators.measure_sizes(self.engine, t.done.batch.micro_batches)
         growth = locators.find_first_growth(good, sizes)
         if growth is None:
-            return found
+            return found, ""
         told = {"sentence": growth.sentence, "layer": growth.first.layer, "tensor": growth.first.tensor}
         self.log.emit_event(Located(step=t.done.state.step, kind="growth", reproduced=True, **told), say=True)
-        return replace(found, reason=f"{found.reason}; {growth.sentence}")
+        return replace(found, reason=f"{found.reason}; {growth.sentence}"), growth.first.layer
 
     def _train_through(
         self, t: Tripped, found: Conclusion, trial: HarmTrial, snapshot: Snapshot, present: Snapshot | None,
@@ -371,7 +373,7 @@ class Rewinding:
         past_snapshot, found_again = repeated or (None, None)
         # What is measured in a rank's own memory may be repeated on one rank alone.
         own_repeat = found_again is None or change.is_repeated(found_again)
-        if past_snapshot is None or found_again is None or find_least([-own_repeat])[0]:
+        if past_snapshot is None or found_again is None or not find_least([not own_repeat])[0]:
             if remedies and past_snapshot is not None and found_again is not None:
                 window = self.points.steps_since(change.before + 1)
                 trial_start = TrialStart(window, past_snapshot, left_out, trial_outlook)
@@ -399,22 +401,29 @@ class Rewinding:
         state_before = guard_policy.state.model_copy(deep=True)
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, change.before + 1, change.reason, on_trend=False)
         decision = guard_policy.undo_steps(finding, change.reason)
-        every_offer = guard_policy.offer_remedies(start.snapshot.extra.state.updates, None, None)
-        own_offers = [offer for offer in every_offer if offer.name in remedies]
-        trial = self.trials.try_remedies(own_offers, start, needs_harm=False)
-        chosen_offer = next((offer for offer in own_offers if trial and offer.name == trial.chosen), None)
-        if trial is None or chosen_offer is None or not decision.action.rewinds:
+        chosen_offer, why_chosen = self._try_named(remedies, start)
+        if chosen_offer is None or not decision.action.rewinds:
             guard_policy.state = state_before.model_copy(update={"tried": guard_policy.state.tried})
             return None
         self.incident_log.open_incident(decision, state, start.window, done.measured.grad_norm)
-        chosen_remedy = guard_policy.adopt_remedy(chosen_offer, trial.reason)
+        chosen_remedy = guard_policy.adopt_remedy(chosen_offer, why_chosen)
         self._carry_out(chosen_offer, start.snapshot)
-        reason = f"{change.reason}; {trial.reason}"
+        reason = f"{change.reason}; {why_chosen}"
         conclusion, all_harmless = (
             Conclusion(chosen_offer.remedy.cause, [], [], reason),
             replace(start, window=[]),
         )
         return self._undo(decision, state, conclusion, all_harmless, begin_time, chosen_remedy)
+
+    def _try_named(self, names: Collection[str], start: TrialStart) -> tuple[Offer | None, str]:
+        """The remedy, of those of `names`, that is clearly better than nothing and than other data, whether or not that
+        helps as well, and why; None: none is."""
+        every_offer = self.guard.policy.offer_remedies(start.snapshot.extra.state.updates, None, None)
+        own_offers = [offer for offer in every_offer if offer.name in names]
+        trial = self.trials.try_remedies(own_offers, start, needs_harm=False)
+        if trial is None:
+            return None, ""
+        return next((offer for offer in own_offers if offer.name == trial.chosen), None), trial.reason
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
@@ -435,9 +444,10 @@ class Rewinding:
             self.engine.numerics.switch_to(harmless_way.numerics)
         return is_unsteady, damage_reason, harmless_way
 
-    def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool) -> Tried:
+    def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool, layer: str) -> Tried:
         """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
-        back. Samples that are not finite are bad without a trial."""
+        back. Where the data is harmless, but a router grew first (`layer`), those of routers are tried. Samples that
+        are not finite are bad without a trial."""
         if self.guard.policy.are_costly(found.bad_positions):
             return Tried(self._bounded(found, None, t.done.state.cursor))
         harm_trial, harms_anyway = None, False
@@ -458,7 +468,12 @@ class Rewinding:
         if harm_trial is None or not is_harmless(harm_trial, are_few):
             return Tried(self._bounded(found, harm_trial, t.done.state.cursor))
         if not harm_trial.damaged:
-            return Tried(found, harmless=harm_trial)
+            offer, reason = self._try_named(choose_remedies(layer), start)
+            if offer is None:
+                return Tried(found, harmless=harm_trial)
+            reason = f"{found.reason}; {harm_trial.reason}; {reason}"
+            found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
+            return Tried(found, offer=offer, blameless=True)
         found, healing_reason = _of_state(found, harm_trial), self._try_waiting(t, start)
         found = replace(found, reason="; ".join(filter(None, [found.reason, healing_reason])))
         return Tried(found, blameless=True, heals=healing_reason)  # something else damaged the state

@@ -48,8 +48,9 @@ def read_choices(choices: Sequence[Sequence[float]] | Numbers, experts: int) -> 
         if token_count > 0:
             layer_loads.append(
                 LayerLoads(
-                    layer, choice_counts / choice_counts.mean(), score_sums / score_sums.mean(), entropy / token_count,
-                    float(np.sqrt(squared_logsumexp / token_count)), dropped_choices / choice_counts.sum(),
+                    layer, choice_counts / choice_counts.mean(), score_sums / score_sums.mean(),
+                    float(entropy / token_count), float(np.sqrt(squared_logsumexp / token_count)),
+                    float(dropped_choices / choice_counts.sum()),
                 )
             )  # fmt: skip
     return layer_loads

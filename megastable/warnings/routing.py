@@ -19,7 +19,7 @@ routers are tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,11 @@ REMEDIES = {
     "router_logits": "a larger model.experts.router_z_loss; a lower rate of the routers",
     BIAS: "check the memory of the host, and code that changes the biases",
 }
+
+
+def choose_remedies(layer: str) -> Sequence[str]:
+    """What is tried where the tensors of a layer were the first to grow."""
+    return TRIED if layer.endswith(".mlp.router") else ()
 
 
 class _State(BaseModel):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drills.scenario import Fault, Plan
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried, SettingsAdjusted, TrendEvent
@@ -117,3 +118,30 @@ def test_what_the_steps_make_again_is_mended_by_the_remedy_that_wins(easy: Path,
     assert PLACE in incident["reasons"][0] and not incident["positions"] and not incident["deferred"]
     (adjusted,) = RunDirectory(run).iterate_events(SettingsAdjusted)
     assert adjusted["settings"] == ["no_balance_loss"]
+
+
+def train_hacked(config: RunConfig) -> int:
+    """Train; from step `AT` on the balance loss falls if all scores of the sigmoid gate do."""
+    from drills import faults
+
+    assert config.run.dir is not None
+    fault = Fault(kind="gamed_balance", step=AT, steps=STEPS)
+    faults.install_fault(Plan(run=config.run.dir, fault=fault))
+    return trainer_of(config).train()
+
+
+@pytest.mark.slow
+def test_harmless_data_with_gradients_that_grow_in_a_router_first_has_its_remedies_tried(
+    easy: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    hacked = EXPERTS | {"gate": "sigmoid", "normalize": False, "balance_loss": 1.0}
+    config = experts_recipe(
+        easy, run, train={"steps": 80, "micro_batch": 4}, model={"layers": 2, "experts": hacked}
+    )
+    assert run_ranks(1, train_hacked, config) == [0]
+    suspects, remedies = RunDirectory(run).iterate_events(BranchesTried)
+    assert suspects["verdict"] in ("new", "noise") and remedies["chosen"] == "no_balance_loss"
+    (incident,) = incidents(run)
+    assert (incident["cause"], incident["outcome"], incident["positions"]) == ("state", "healed", [])
+    assert not incident["deferred"] and ".mlp.router is the first to grow" in incident["reasons"][0]

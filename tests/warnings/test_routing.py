@@ -260,7 +260,7 @@ def test_a_replay_is_asked_whether_it_came_half_of_the_way() -> None:
     up = RoutingSign("expert_load", 0, 0, 5, 9, 1.0, 3.0, 1.5)
     assert up.is_repeated(routed(2.1, 1, 1)) and not up.is_repeated(routed(1.9, 1, 1))
     down = RoutingSign("router_entropy", 0, None, 5, 9, 2.0, 1.0, 1.5)
-    assert down.is_repeated(routed(1, 1.4, 9)) and not down.is_repeated(routed(1, 1.6, 0))
+    assert down.is_repeated(routed(1, 1.4, 9)) is True and not down.is_repeated(routed(1, 1.6, 0))
     larger = RoutingSign("router_logits", 0, None, 5, 9, 1.0, 9.0, 1.5)
     assert larger.is_repeated(routed(1, 1, 6.0)) and not larger.is_repeated(routed(1, 9, 4.0))
 
