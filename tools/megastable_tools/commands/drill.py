@@ -41,6 +41,7 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
     megastable drill sdc dp2 tp2 master weight/sign --seeds 1,2 --keep drills
     megastable drill court --control --keep court --output before.json
     megastable drill court --only switch,repeats --seeds 1,2,3 --keep court
+    megastable drill court --set "model.experts={count: 8, top_k: 2}" --set stability.trends.start=60
     """,
     more="Groups: all, gross (what stands out), thin (what hardly does), "
     "slow (what must be warned of before the loss shows it; not in all), experts (faults of a mixture; not in all), "
@@ -54,8 +55,8 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
     "(sdc --list); of the options it takes --quick, --seeds, --keep (all runs are done again), --json and "
     "--output.\n\n"
     "court measures judgement: text that is new, easy or repeated must be trained on, bad samples and spoilt updates "
-    "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --control (done once for the "
-    "same --keep), --seeds, --keep, --list, --json and --output.\n\n"
+    "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --set, --control (done once "
+    "for the same --keep), --seeds, --keep, --list, --json and --output.\n\n"
     "Exit codes: 0 all runs end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
     "most one cause in 12 is wrong, and nothing is done without a fault; with sdc: 95 % of the faults that must be "
     "found are, 95 % of those found name the right rank, alone or among suspects, and no run has a finding without a "
@@ -80,6 +81,12 @@ def run_drill(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 2,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
     only: Annotated[str, typer.Option(help="court: only these scenarios, e.g. switch,repeats")] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="court: a setting of every run's recipe; may be repeated"
+        ),
+    ] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Each run also with the guard off: stability.enabled=false")
     ] = False,
@@ -101,8 +108,8 @@ def run_drill(
         raise ConfigError(
             f"{', '.join(given_options)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
         )
-    if kind != COURT and only:
-        raise ConfigError(f"--only is of drill {COURT}: leave it out")
+    if kind != COURT and (only or settings):
+        raise ConfigError(f"--only and --set are of drill {COURT}: leave them out")
     drill: Drill[Any]
     if kind == CORRUPTION:
         from drills.corruption import CorruptionDrill, list_kinds
@@ -115,7 +122,9 @@ def run_drill(
 
         if listed:
             return print("\n".join(list_cases()))
-        drill = CourtDrill([*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control)
+        drill = CourtDrill(
+            [*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control, settings or []
+        )
     else:
         from drills.learning import LearningDrill, list_scenarios
 
