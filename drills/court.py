@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,34 +75,29 @@ class CourtStage(Stage):
 
 
 def run_case(
-    folder: Path,
-    case: Case,
-    seed: int,
-    settings: Sequence[str],
-    watch: Watch = lambda step: None,
-    guarded: bool = True,
+    stage: CourtStage, case: Case, watch: Watch = lambda step: None, guarded: bool = True
 ) -> tuple[RunDirectory, Score]:
-    """Run a scenario, or read the results of the same run by the same code. settings: of the recipe, besides the
-    scenario's. guarded: False: with the guard off."""
-    court_stage = CourtStage(folder, seed, case.steps, case.ranks)
-    court_stage.prepare()
-    run_settings = (f"train.steps={case.steps}", *settings)
-    scenario = Scenario(case.name, case.title, frozenset(), "", fault=case.fault, overrides=run_settings)
-    run_score = run_drill(court_stage, scenario, watch, CROWD, guarded)
-    return court_stage.name_run(case.name, guarded), run_score
+    """Run a scenario, or read the results of the same run by the same code. guarded: False: with the guard off."""
+    case_stage = replace(stage, steps=case.steps, ranks=case.ranks)
+    case_stage.prepare()
+    settings = (f"train.steps={case.steps}",)
+    scenario = Scenario(case.name, case.title, frozenset(), "", fault=case.fault, overrides=settings)
+    run_score = run_drill(case_stage, scenario, watch, CROWD, guarded)
+    return stage.name_run(case.name, guarded), run_score
 
 
-def run_without(folder: Path, case: Case, seed: int, settings: Sequence[str]) -> float | None:
+def run_without(stage: CourtStage, case: Case) -> float | None:
     """The loss of a scenario with the guard off. It is run once for the same data and settings: later versions of the
     judgement do not change it."""
-    run = CourtStage(folder, seed).name_run(case.name, guarded=False)
+    run = stage.name_run(case.name, guarded=False)
     data_note = run.root.with_name(f"{run.root.name}.data")
 
     def describe_inputs() -> str:
-        return "\n".join([Manifest.load_manifest(folder / f"{case.name}-{seed}").fingerprint(), *settings])
+        corpus = Manifest.load_manifest(stage.folder / f"{case.name}-{stage.seed}")
+        return "\n".join([corpus.fingerprint(), *stage.settings])
 
     if not data_note.exists() or data_note.read_text() != describe_inputs() or read_done(run) is None:
-        run_case(folder, case, seed, settings, guarded=False)
+        run_case(stage, case, guarded=False)
         data_note.write_text(describe_inputs())
     loss = json.loads(run.summary.read_text()).get("val_loss") if run.summary.exists() else None
     return None if loss is None else float(loss)
@@ -192,7 +188,7 @@ def _differ(loss: float | None, other: float | None) -> str:
 
 
 class CourtDrill(Drill[CaseOutcome]):
-    """Of the scenarios in `names`, each with the same `settings` besides its own."""
+    """Of the scenarios in `names`."""
 
     columns = (
         Column[CaseOutcome]("scenario", describe_only(lambda o: o.scenario), left=True),
@@ -220,25 +216,26 @@ class CourtDrill(Drill[CaseOutcome]):
     )  # fmt: skip
 
     def __init__(
-        self, names: Sequence[str], seeds: Sequence[int], control: bool, settings: Sequence[str]
+        self, names: Sequence[str], seeds: Sequence[int], control: bool, settings: tuple[str, ...]
     ) -> None:
-        """control: each run also with the guard off. Raises ConfigError."""
+        """control: each run also with the guard off. settings: see `Stage`. Raises ConfigError."""
         self.cases = choose_cases(names)
         self.seeds, self.control, self.settings = seeds, control, settings
 
     def plan_exercises(self, folder: Path) -> list[Exercise[CaseOutcome]]:
         return [
-            Exercise(f"{case.name}, seed {seed}", case.steps, partial(self._judge_case, folder, case, seed))
+            Exercise(f"{case.name}, seed {seed}", case.steps, partial(self._judge_case, stage, case))
             for case in self.cases
             for seed in self.seeds
+            for stage in [CourtStage(folder, seed, settings=self.settings)]
         ]
 
-    def _judge_case(self, folder: Path, case: Case, seed: int, watch: Watch) -> list[CaseOutcome]:
+    def _judge_case(self, stage: CourtStage, case: Case, watch: Watch) -> list[CaseOutcome]:
         """Run it and what it is compared with, and read what became of it."""
-        run, run_score = run_case(folder, case, seed, self.settings, watch)
-        case_outcome = read_outcome(run, case, seed, run_score)
-        without = run_without(folder, case, seed, self.settings) if self.control else None
-        clean = run_without(folder, BY_NAME[CLEAN], seed, self.settings) if case.compared else None
+        run, run_score = run_case(stage, case, watch)
+        case_outcome = read_outcome(run, case, stage.seed, run_score)
+        without = run_without(stage, case) if self.control else None
+        clean = run_without(stage, BY_NAME[CLEAN]) if case.compared else None
         return [case_outcome.model_copy(update={"without": without, "clean": clean}).judged_by(case.wishes)]
 
     def row_of(self, outcome: CaseOutcome) -> tuple[Hashable, Hashable]:

@@ -157,25 +157,24 @@ class LearningDrill(Drill[Score]):
         self,
         names: Sequence[str],
         seeds: Sequence[int],
+        stage: Stage = Stage(Path(), 0),  # noqa: B008
         control: bool = False,
-        text: Path | None = None,
-        ranks: int = 2,
-        layers: int = 2,
         jobs: int = 1,
         quick: bool = False,
     ) -> None:
-        """control: each run also with the guard off. Raises ConfigError."""
+        """stage: of every run, but for folder, seed and steps. control: each run also with the guard off. Raises
+        ConfigError."""
         self.scenarios = choose_scenarios(names or (list(QUICK) if quick else []))
-        if text is not None and not text.exists():
-            raise ConfigError(f"--text {text}: there is no such file or folder")
-        if ranks < 1 or GLOBAL_BATCH % ranks:
+        if stage.text is not None and not stage.text.exists():
+            raise ConfigError(f"--text {stage.text}: there is no such file or folder")
+        if stage.ranks < 1 or GLOBAL_BATCH % stage.ranks:
             raise ConfigError(
-                f"--ranks {ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
+                f"--ranks {stage.ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
             )
         if quick:
             self.scenarios = [scenario.at_step(QUICK_FAULT_STEP) for scenario in self.scenarios]
-        steps, text = QUICK_STEPS if quick else STEPS, text and text.resolve()
-        self.stage = Stage(Path(), 0, steps, ranks, layers, text)
+        text = stage.text and stage.text.resolve()
+        self.stage = replace(stage, steps=QUICK_STEPS if quick else STEPS, text=text)
         self.seeds, self.control, self.jobs = seeds, control, jobs
 
     def plan_exercises(self, folder: Path) -> list[Exercise[Score]]:

@@ -76,7 +76,7 @@ def run_drill(stage: Stage, scenario: Scenario, watch: Watch, jobs: int = 1, gua
         seed=stage.seed,
         fault=scenario.fault and scenario.fault.with_ranks(stage.ranks),
     )
-    run_overrides = [*scenario.overrides, f"stability.enabled={json.dumps(guarded)}"]
+    run_overrides = [*scenario.overrides, *stage.settings, f"stability.enabled={json.dumps(guarded)}"]
     run_overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus_folder}}}]"]
     conditions_hash = conditions(stage, scenario, wanted_plan, run_overrides, corpus_folder)
     done = read_done(run)

@@ -57,7 +57,8 @@ RECIPE: dict[str, Any] = {
 @dataclass(frozen=True)
 class Stage:
     """folder: of everything in a drill. seed: of model, order of the data and faults. steps: of every run.
-    text: its training text, a file or folder that `megastable prepare` takes; by default the standard library."""
+    text: its training text, a file or folder that `megastable prepare` takes; by default the standard library.
+    settings: KEY=VALUE, of every run's recipe, over those of its scenario."""
 
     folder: Path
     seed: int
@@ -65,6 +66,7 @@ class Stage:
     ranks: int = RANKS
     layers: int = LAYERS
     text: Path | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Path:

@@ -66,8 +66,8 @@ def test_write_corpus_lays_what_a_run_reads(
         (["court", "--text", "file"], "--text: drill court has its own models and texts: leave it out"),
         (["court", "--quick"], "--quick: drill court has its own models"),
         (["court", "--only", "switch,thin"], "thin: there is no such scenario: clean, switch"),
-        (["thin", "--only", "switch"], "--only and --set are of drill court: leave them out"),
-        (["thin", "--set", "train.steps=9"], "--only and --set are of drill court: leave them out"),
+        (["thin", "--only", "switch"], "--only is of drill court: leave it out"),
+        (["sdc", "--set", "train.steps=9"], "--set: drill sdc has its own models and layouts: leave it out"),
     ],
 )
 def test_drill_court_refuses_bad_input(

@@ -23,9 +23,10 @@ app = App()
 CORRUPTION, COURT = "sdc", "court"
 # Options that these do not have.
 FOREIGN = {
-    CORRUPTION: ("text", "ranks", "layers", "jobs", "control"),
+    CORRUPTION: ("text", "ranks", "layers", "jobs", "control", "settings"),
     COURT: ("text", "ranks", "layers", "jobs", "quick"),
 }
+SHOWN = {"settings": "set"}
 OWN = {CORRUPTION: "layouts", COURT: "texts"}
 
 
@@ -34,6 +35,7 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
     megastable drill all --output drills.json
     megastable drill thin --seeds 1,2,3 --keep drills --output drills.json
     megastable drill trickle rate-x10 --control --ranks 1 --layers 3 --text my.txt
+    megastable drill experts --ranks 2 --set parallel.expert=2
     megastable drill --quick
     megastable drill --list
     megastable drill sdc --output sdc.json
@@ -83,9 +85,7 @@ def run_drill(
     only: Annotated[str, typer.Option(help="court: only these scenarios, e.g. switch,repeats")] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="court: a setting of every run's recipe; may be repeated"
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run's recipe; may be repeated"),
     ] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Each run also with the guard off: stability.enabled=false")
@@ -104,12 +104,14 @@ def run_drill(
         raise ConfigError(f"--keep {keep} is no directory: choose another name")
     kind = names[0] if names and names[0] in FOREIGN else ""
     chosen_names = (names or [])[bool(kind) :]
-    if given_options := [f"--{name}" for name in FOREIGN.get(kind, ()) if _was_given(context, name)]:
+    if given_options := [
+        f"--{SHOWN.get(name, name)}" for name in FOREIGN.get(kind, ()) if _was_given(context, name)
+    ]:
         raise ConfigError(
             f"{', '.join(given_options)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
         )
-    if kind != COURT and (only or settings):
-        raise ConfigError(f"--only and --set are of drill {COURT}: leave them out")
+    if kind != COURT and only:
+        raise ConfigError(f"--only is of drill {COURT}: leave it out")
     drill: Drill[Any]
     if kind == CORRUPTION:
         from drills.corruption import CorruptionDrill, list_kinds
@@ -123,14 +125,16 @@ def run_drill(
         if listed:
             return print("\n".join(list_cases()))
         drill = CourtDrill(
-            [*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control, settings or []
+            [*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control, tuple(settings or ())
         )
     else:
         from drills.learning import LearningDrill, list_scenarios
+        from drills.stage import Stage
 
         if listed:
             return print("\n".join(list_scenarios()))
-        drill = LearningDrill(chosen_names, read_seeds(seeds), control, text, ranks, layers, jobs, quick)
+        stage = Stage(Path(), 0, ranks=ranks, layers=layers, text=text, settings=tuple(settings or ()))
+        drill = LearningDrill(chosen_names, read_seeds(seeds), stage, control, jobs, quick)
     conduct_drill(drill, keep, as_json, output)
 
 
