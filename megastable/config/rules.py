@@ -103,7 +103,7 @@ def find_impossible(
             "use parallel.zero=1 or parallel.pipeline=1"
         )
     if p.expert > 1:
-        yield from _impossible_expert_ranks(m, p, precision, o)
+        yield from _impossible_expert_ranks(m, p, o)
     if p.replicas > 1:
         yield from _impossible_replicas(p, precision.kind, o)
     if p.schedule == "zero_bubble" and p.pipeline == 1:
@@ -152,9 +152,7 @@ def _impossible_experts(m: ModelConfig, p: ParallelConfig, precision: PrecisionC
         )
 
 
-def _impossible_expert_ranks(
-    m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig
-) -> Iterator[str]:
+def _impossible_expert_ranks(m: ModelConfig, p: ParallelConfig, o: OptimizerConfig) -> Iterator[str]:
     given = f"parallel.expert={p.expert}"
     if m.experts is None:
         yield f"{given} shares out experts, and the model has none: set model.experts, or parallel.expert=1"
@@ -167,11 +165,6 @@ def _impossible_expert_ranks(
         )
     if p.replicas > 1:
         yield f"{given} with parallel.replicas={p.replicas}: leave one of them at 1"
-    if precision.fp8 is not None:
-        yield (
-            f"{given} with precision.fp8: ranks with other experts would have other scales to agree on; leave "
-            "precision.fp8 out, or set parallel.expert=1"
-        )
     if o.name == "muon":
         yield (
             f"{given} with optimizer.name=muon: it shares matrices out over all data ranks, not those with the same "

@@ -108,7 +108,7 @@ class ParallelConfig(Section):
     if `context` is above 1 and not a ring; `context`, in a ring twice that, divides `model.sequence_length`; `pipeline`
     is at most `model.layers`, and above 1 needs `zero` = 1; `replicas` divides the data-parallel ranks, and above 1
     needs bf16, `zero` = 1 and an optimizer other than muon; `expert` divides the data-parallel ranks and
-    `model.experts.count`, and above 1 needs `zero` of 1 or 2, `replicas` = 1, no FP8, an optimizer other than muon, and
+    `model.experts.count`, and above 1 needs `zero` of 1 or 2, `replicas` = 1, an optimizer other than muon, and
     no clipping of workers; `sequence` needs `tensor` above 1, which divides `model.sequence_length` / `context`;
     `tensor_overlap` above 1 needs `sequence`, and divides what that leaves a rank of the sequence; `schedule` =
     `zero_bubble` needs `pipeline` above 1; `model_chunks` above 1 needs `pipeline` above 1 and `schedule` = `1f1b`, and

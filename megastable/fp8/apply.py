@@ -33,7 +33,7 @@ def apply_fp8(
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None without that section.
 
     backend: "emulated" or "te", see `numerics.choose`. group: the ranks that share delayed scales: all with parts
-    of the same layers; None: the world. device: where the module will be.
+    of the same blocks; None: the world. device: where the module will be.
     """
     if config.precision.fp8 is None:
         return None
@@ -63,9 +63,13 @@ def emulate_fp8(
 ) -> Emulated:
     """Emulate FP8 in the layers `names` that are on this rank. device: None = the module's."""
     here = {name: linear for name, linear in find_linears(module).items() if name in names}
-    meters = make_meters(config, list(here), device or next(module.parameters()).device)
+    # Other ranks of the group have other experts of the same blocks. All of them remember all of these, in one order, so
+    # that the largest magnitudes are one message, and any rank can write the history down.
+    block_prefixes = tuple(f"{part.name}." for part in module.modules() if isinstance(part, Block))
+    shared_names = sorted(name for name in names if name.startswith(block_prefixes))
+    meters = make_meters(config, shared_names, device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group, keeps_casts)
-    quantizers = make_quantizers(config, len(here), meters)
+    quantizers = make_quantizers(config, list(here), meters)
     for (name, linear), quantize in zip(here.items(), quantizers, strict=True):
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again

@@ -112,12 +112,13 @@ def make_meters(config: Fp8Config, layers: Sequence[str], device: torch.device) 
     return Meters(layers, choose_formats(config), config.history, config.margin, device)
 
 
-def make_quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
-    """The quantizers of `layers` layers, those of `meters` if scales are delayed."""
+def make_quantizers(config: Fp8Config, layers: Sequence[str], meters: Meters | None) -> list[Quantizer]:
+    """The quantizers of these layers, which are among those of `meters` if scales are delayed."""
     slot_formats = choose_formats(config)
     if meters is not None:
-        return [Delayed(slot_formats, meters, layer_number) for layer_number in range(layers)]
-    return [Blocks(slot_formats) if config.recipe == "block" else Current(slot_formats)] * layers
+        layer_numbers = {layer: layer_number for layer_number, layer in enumerate(meters.names)}
+        return [Delayed(slot_formats, meters, layer_numbers[layer]) for layer in layers]
+    return [Blocks(slot_formats) if config.recipe == "block" else Current(slot_formats)] * len(layers)
 
 
 class Product:

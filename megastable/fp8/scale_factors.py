@@ -178,7 +178,7 @@ SLOTS = ("input", "weight", "gradient")
 
 
 class Meters:
-    """The history of the layers `names`, on this rank. formats: of the slots.
+    """The history of the layers `names`, of which a rank may compute some only. formats: of the slots.
 
     scales: fp32 [layers, slots], 0 if unknown. history: fp32 [layers, slots, length], the newest first, 0
     if unknown. seen: the largest magnitudes of this step so far.

@@ -361,7 +361,7 @@ class TransformerEngine(Fp8):
         self._hooks.clear()
         if record is None or not self.on:
             return
-        layer_quantizers = iter(make_quantizers(self._config, len(self.layers), self._meters))
+        layer_quantizers = iter(make_quantizers(self._config, self.layers, self._meters))
         for fitted in self._fitted:
             has_norm = hasattr(fitted.module, "layer_norm_weight")
             module_inputs = partial(_normed, fitted.module) if has_norm else _itself

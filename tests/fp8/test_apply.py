@@ -261,7 +261,7 @@ def test_watch_counts_as_the_emulation(recipe: str, monkeypatch: pytest.MonkeyPa
     meters = make_meters(c.precision.fp8, fp8.layers, torch.device("cpu"))
     if meters is not None:
         meters.read_history(fp8.write_history())
-    how = dict(zip(fp8.layers, make_quantizers(c.precision.fp8, len(fp8.layers), meters), strict=True))
+    how = dict(zip(fp8.layers, make_quantizers(c.precision.fp8, fp8.layers, meters), strict=True))
     handles = []
     for name, linear in find_linears(model).items():
 

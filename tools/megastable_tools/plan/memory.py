@@ -463,9 +463,8 @@ def _fp8_weights(
         layouts, copied = 1 if is_emulated else 2, 0
         for block_number in block_numbers:
             in_eight = fp8_linears(config, block_number)
-            block_weights = list_block_weights(
-                config.model, config.model.experts_of(block_number) is not None
-            )
+            is_routed = config.model.experts_of(block_number) is not None
+            block_weights = list_block_weights(config.model, is_routed, config.parallel.expert)
             copied += sum(
                 weight.count_elements(config.parallel.tensor)
                 for weight in block_weights
