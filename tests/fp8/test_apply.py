@@ -200,7 +200,7 @@ def refusing(c: RunConfig) -> None:
         engine.train_step(steps[3], 0.0, lambda _: False)
         found = engine.collect_statistics()
         rows = {name: row for name, row in found.layers.items() if kinds[0] in row}
-        assert set(rows) == {f"{layer}.weight" for layer in engine.fp8.layers}
+        assert set(rows) == {f"{layer}.weight" for layer in in_fp8(c)}
         assert all(0 <= row[kind] <= 1 for row in rows.values() for kind in kinds)
         assert found.overall["fp8_saturation"] == max(row[k] for row in rows.values() for k in kinds[::2])
         assert found.overall["fp8_underflow"] == max(row[k] for row in rows.values() for k in kinds[1::2])
@@ -221,8 +221,13 @@ def refusing(c: RunConfig) -> None:
 
 
 @pytest.mark.slow
-def test_settle_remembers_nothing_refused_or_undone() -> None:
-    run_ranks(1, refusing, config("delayed", precision="bf16"))
+@pytest.mark.parametrize(
+    ("world", "parts"),
+    [(1, {}), (2, {"expert": 2, "model": {"experts": {"count": 4, "top_k": 2, "ffn": 24}}})],
+    ids=["one", "ep2"],
+)
+def test_settle_remembers_nothing_refused_or_undone(world: int, parts: dict[str, Any]) -> None:
+    run_ranks(world, refusing, config("delayed", precision="bf16", **parts))
 
 
 def test_losses_count_what_is_cut_and_what_is_lost() -> None:

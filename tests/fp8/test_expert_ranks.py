@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from megastable.config.tree import RunConfig
 from megastable.fp8.apply import emulate_fp8
@@ -18,9 +17,9 @@ from tests.parallel import test_layouts as layouts
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "shared": 1, "bias_rate": 0.02, "balance_loss": 0.1, "balance_over": "step"}
 KEPT = "blocks.1.mlp.experts.3.down"
 DELAYED = {"recipe": "delayed", "history": 2, "keep": [KEPT]}
-FIRST = 1e-5  # how far numbers of the first step may be apart: sums in another order
-# A last bit that differs flips roundings of FP8 in time.
-LATER = 2e-3
+# How far numbers of the first step may be apart: sums in another order (measured: 3e-7). Later, a last bit that differs
+# may flip a rounding of FP8 (measured: losses 4e-5, norms 7e-4, a magnitude 1e-2).
+FIRST, LATER = 1e-5, 1e-3
 
 
 def routed(fp8: Any, **parts: Any) -> RunConfig:
@@ -55,16 +54,14 @@ def train_rank(c: RunConfig, history: dict[str, list[list[float]]]) -> dict[str,
 
 def assert_close(ranks: list[dict[str, Any]], others: list[dict[str, Any]], tensor: int = 1) -> None:
     """Losses and norms of all steps, and the first gradient of every parameter."""
-    for kind, near in (("losses", LATER), ("norms", 30 * LATER)):
+    for kind, near in (("losses", LATER), ("norms", 25 * LATER)):
         assert all(rank[kind] == ranks[0][kind] for rank in ranks)
-        print(kind, [a / b - 1 for a, b in zip(ranks[0][kind], others[0][kind])])
         assert ranks[0][kind][0] == pytest.approx(others[0][kind][0], rel=FIRST)
         assert ranks[0][kind] == pytest.approx(others[0][kind], rel=near)
     wanted, got = (layouts.merge(each, "exp_avg", tensor) for each in (others, ranks))
     assert wanted.keys() == got.keys()
     for name, gradient in wanted.items():
-        print(name, layouts.relative(got[name], gradient))
-        assert layouts.relative(got[name], gradient) < 1e-3, name
+        assert layouts.relative(got[name], gradient) < FIRST, name
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -93,8 +90,7 @@ def test_delayed_scales_are_those_without_expert_parallelism(name: str) -> None:
         for layer, slots in others[0]["history"].items():
             assert all(all(slot) for slot in slots), "two steps were seen"
             for got, wanted in zip(rank["history"][layer], slots, strict=True):
-                print(layer, max(abs(a / b - 1) for a, b in zip(got, wanted)))
-                assert got == pytest.approx(wanted, rel=0.05), layer
+                assert got == pytest.approx(wanted, rel=50 * LATER), layer
         assert rank["rows"].keys() == others[0]["rows"].keys()
         for layer in in_fp8(c):
             row, wanted_row = (each["rows"][f"{layer}.weight"] for each in (rank, others[0]))
@@ -123,4 +119,4 @@ def test_history_has_one_order_on_all_ranks() -> None:
     c = routed("delayed")
     assert c.precision.fp8 is not None
     names = list(emulate_fp8(built(c), c.precision.fp8, in_fp8(c)).write_history())
-    assert names == sorted(in_fp8(c)) and torch.is_grad_enabled()
+    assert names == sorted(in_fp8(c))

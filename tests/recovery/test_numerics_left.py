@@ -83,10 +83,18 @@ def are_alike(one: Path, other: Path, steps: int = 50) -> bool:
     return identical(*ends) >= 3 and all(a.equals(b) for a, b in zip(first, second, strict=True))
 
 
+EP2: dict[str, Any] = {
+    "model": {"layers": 2, "experts": {"count": 4, "top_k": 2, "ffn": 24}}, "parallel": {"expert": 2},
+    "train": {"micro_batch": 4},
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_fp8_is_left_without_a_restart_and_returns_when_it_is_quiet(easy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "parts"), [LAYOUTS["pp2"], (2, EP2)], ids=["pp2", "ep2"])
+def test_fp8_is_left_without_a_restart_and_returns_when_it_is_quiet(
+    world: int, parts: dict[str, Any], easy: Path, tmp_path: Path
+) -> None:
     """The run ends with the bytes of one without the fault that computed without FP8 in the same steps."""
-    world, parts = LAYOUTS["pp2"]
     hit, same, parts = tmp_path / "hit", tmp_path / "same", {**parts, **FP8}
     assert run_ranks(world, broken, run_of(easy, hit, **parts), "fp8", 10.0, REST) == [(0, "")] * world
     (incident,) = incidents(hit)

@@ -66,6 +66,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts-pp2": (2, {"parallel": {"pipeline": 2}, "model": {"experts": EXPERTS}}),
     "experts-ep2": (2, {"parallel": {"expert": 2}, "model": {"experts": EXPERTS}}),
     "experts-ep2-dp4-zero2": (4, {"parallel": {"expert": 2, "zero": 2}, "model": {"experts": EXPERTS}}),
+    "experts-ep2-fp8-delayed": (
+        2, {"parallel": {"expert": 2}, "precision": {"fp8": "delayed"}, "model": {"experts": EXPERTS}},
+    ),
     "experts-ep2-adafactor": (
         2, {"parallel": {"expert": 2}, "optimizer": {"name": "adafactor"}, "model": {"experts": EXPERTS}},
     ),
@@ -194,6 +197,42 @@ def test_experts_go_on_in_another_layout(
     assert float(torch.isclose(moved_bias, straight_bias, rtol=0.0, atol=1e-6).double().mean()) > 0.8
     begun_again = straight_bias - bias_at_stop
     assert not torch.allclose(moved_bias, begun_again, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [((2, 2), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (1, 1))])
+def test_delayed_scales_of_experts_go_on_where_others_have_them(
+    old: tuple[int, int], new: tuple[int, int], corpus: Path, tmp_path: Path
+) -> None:
+    """old, new: ranks, and how many of them share out experts."""
+    model = dict(tiny(corpus, tmp_path).model) | {"experts": EXPERTS}
+
+    def run(name: str, steps: int, world: int, expert: int) -> None:
+        train_part = {"steps": steps, "global_batch": 8, "micro_batch": 4 // world, "eval_samples": 0}
+        c = tiny(
+            corpus, tmp_path / name, model=model, train=train_part, parallel={"expert": expert},
+            schedule={"warmup_steps": 2, "total_steps": 20}, precision={"kind": "fp32", "fp8": "delayed"},
+        )  # fmt: skip
+        run_ranks(world, train, c)
+
+    run("straight", END, *old)
+    run("moved", STOP, *old)
+    run("moved", END, *new)
+    tables = [records.read_newest_records(tmp_path / name / "steps") for name in ("moved", "straight")]
+    losses, straight_losses = (table.column("loss").to_pylist() for table in tables)
+    # What begins again differs at once: the first scales are those of the tensors themselves.
+    assert losses[STOP] == pytest.approx(straight_losses[STOP], rel=1e-6)
+    assert losses == pytest.approx(straight_losses, rel=1e-3)
+    moved, straight = (
+        store.read_state(tmp_path / name / f"checkpoints/step-{END}").fp8 for name in ("moved", "straight")
+    )
+    assert moved.keys() == straight.keys() and "blocks.1.mlp.experts.3.down" in moved
+    for layer, slots in straight.items():
+        assert all(sum(value > 0 for value in values) == END for values in moved[layer]), layer
+        # Gradients of a mean over twice the tokens of a micro-batch are half as large.
+        compared = slots if new[0] == old[0] else slots[:2]
+        for values, straight_values in zip(moved[layer], compared, strict=new[0] == old[0]):
+            assert values == pytest.approx(straight_values, rel=0.05), layer  # of flipped roundings
 
 
 @pytest.mark.slow
