@@ -14,7 +14,9 @@ from tests.engine.engines import build_engine, take_batch
 from tests.fp8.test_apply import built, config
 from tests.parallel import test_layouts as layouts
 
-EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "shared": 1, "bias_rate": 0.02, "balance_loss": 0.1, "balance_over": "step"}
+EXPERTS = {
+    "count": 4, "top_k": 2, "ffn": 24, "shared": 1, "bias_rate": 0.02, "balance_loss": 0.1, "balance_over": "step",
+}  # fmt: skip
 KEPT = "blocks.1.mlp.experts.3.down"
 DELAYED = {"recipe": "delayed", "history": 2, "keep": [KEPT]}
 # How far numbers of the first step may be apart: sums in another order (measured: 3e-7). Later, a last bit that differs

@@ -76,6 +76,18 @@ def test_footprints_count_fp8_weights(recompute: str, zero: int) -> None:
         assert copies("current") - copies({"keep": ["blocks.0.mlp.down"]}) == one
 
 
+def test_footprints_count_fp8_weights_of_the_experts_of_a_rank() -> None:
+    """Casts of three quarters of the experts fewer where four ranks share them out."""
+
+    def copies(expert: int) -> int:
+        model = {"experts": {"count": 8, "top_k": 2, "ffn": 64}}
+        parallel = {"expert": expert}
+        (found,) = planned(4, model=model, parallel=parallel, precision={"fp8": {"backend": "emulated"}})
+        return sum(i.bytes for i in found.items if i.name == "FP8 copies of weights")
+
+    assert copies(1) - copies(4) == MODEL["layers"] * 6 * 3 * 1024 * 64
+
+
 def test_what_an_operation_leaves_is_there_when_the_backward_pass_goes_on() -> None:
     """Three bytes were saved for the last operation, and eight are left of it when the first one needs its four."""
     first, last = (activations.Saved(name, size, 1) for name, size in (("first", 10), ("last", 3)))
