@@ -63,8 +63,8 @@ def emulate_fp8(
 ) -> Emulated:
     """Emulate FP8 in the layers `names` that are on this rank. device: None = the module's."""
     here = {name: linear for name, linear in find_linears(module).items() if name in names}
-    # Other ranks of the group may have other experts of these blocks. All remember all of them, in one order, so that the
-    # largest magnitudes are one message, and any rank can write the history down.
+    # Other ranks of the group may have other experts of these blocks. All remember all of them, in one order, so that
+    # the largest magnitudes are one message, and any rank can write the history down.
     block_prefixes = tuple(f"{part.name}." for part in module.modules() if isinstance(part, Block))
     shared_names = sorted(name for name in names if name.startswith(block_prefixes))
     meters = make_meters(config, shared_names, device or next(module.parameters()).device)
