@@ -52,7 +52,7 @@ def shared_memory() -> set[str]:
 def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     shared = shared_memory()
     # Two ranks on one core wait more than they compute.
-    quick = "--quick", "--control", "--ranks", "1", "--keep", "kept"
+    quick = "--quick", "--control", "--ranks", "1", "--set", "logging.interval=7", "--keep", "kept"
     tool = start(tmp_path, *quick, "--output", "drills.json")
     out, errors = tool.communicate(timeout=PATIENCE)
     assert tool.returncode == 0, out + errors
@@ -72,6 +72,7 @@ def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     assert bad["without"] > bad["val_loss"] + 0.01  # with the guard off it trains on the noise
     assert "2 of 2 at most 0.02 nat worse than the clean run" in out
     assert "cause right in 2 of 2, 0 clean samples lost for good, 0 false alarms" in out
+    assert "  interval: 7\n" in (tmp_path / "kept/runs/killed-rank-1/recipe.yaml").read_text()
     journal = tmp_path / "kept/runs/killed-rank-1/journal.jsonl"
     before = journal.stat().st_mtime_ns
 
