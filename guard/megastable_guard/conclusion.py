@@ -83,6 +83,12 @@ class Conclusion:
         """Whether a few samples are named, most of them far out by themselves."""
         return 0 < len(self.bad_positions) <= min(FEW, 2 * len(self.alone))
 
+    def explains_losses(self, alarming: float) -> bool:
+        """Whether the bad samples are why a loss was `alarming` or more: on the good state most others are below."""
+        bad_positions = set(self.bad)
+        other_losses = [suspect.loss for suspect in self.suspects if suspect.position not in bad_positions]
+        return not other_losses or not float(np.median(other_losses)) >= alarming
+
     def keep_first(self, most: int) -> Conclusion:
         """With the first `most` samples only."""
         return replace(self, bad=self.bad_positions[:most])

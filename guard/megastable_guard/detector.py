@@ -241,6 +241,11 @@ class Detector:
         s, c = self._state, self.config
         return self._trend(s.loss, c.loss_floor), self._trend(s.norm, c.norm_floor)
 
+    def find_alarming_loss(self) -> float:
+        """The loss from which the next step is an alarm by itself, in nats; infinite: too little is known."""
+        loss_trend, _ = self.expect_next()
+        return math.inf if loss_trend is None else loss_trend.level + self._least_jump(loss_trend)
+
     def observe_step(self, signals: Signals) -> Finding:
         """Judge one step against those before it, and remember it. Never raises, for any numbers.
 
@@ -453,10 +458,14 @@ class Detector:
             is_held = steps >= _HELD and latest_losses[-1] - line.level >= least_rise / 2
             if is_held and median(loss_rises) >= least_rise:
                 return True
-        least_rise = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
-        if len(loss_rises) > 1 and loss_rises[-2] >= least_rise:
+        if len(loss_rises) > 1 and loss_rises[-2] >= self._least_jump(line):
             return True
         return self._climbs(steps, line.level)
+
+    def _least_jump(self, line: Trend) -> float:
+        """By how much a loss must rise to be an alarm by itself. [nats]"""
+        c = self.config
+        return max(c.gross, c.gross_sigma * line.scale, self._state.loss.record * line.scale)
 
     def _expected_at(self, observation: int) -> bool:
         """Whether the data was changed on purpose around that time."""

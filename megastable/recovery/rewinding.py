@@ -31,7 +31,6 @@ from megastable_guard.conclusion import Conclusion
 from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.policy import ADJUSTED, BLAMELESS, ONCE, REWARM_FROM, Offer
 from megastable_guard.random_states import restore_random_states
-from megastable_guard.robust import Trend
 from megastable_guard.step_judge import StepJudge
 from megastable_guard.trials import HarmTrial, TrialVerdict, is_clear, is_harmless
 
@@ -292,10 +291,10 @@ class Rewinding:
         """The kernels without which a refused step is harmless, on the state that refused it."""
         if not self.guard.policy.may_leave_kernels:
             return None
-        return self.replays.without_kernels(t.done.batch, self._expected(t))
+        return self.replays.without_kernels(t.done.batch, self._detector_of(t).expect_next())
 
-    def _expected(self, t: Tripped) -> tuple[Trend | None, Trend | None]:
-        return Detector(self.config.stability.detector, t.detector).expect_next()
+    def _detector_of(self, t: Tripped) -> Detector:
+        return Detector(self.config.stability.detector, t.detector)
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state from before them. If a crowd of their samples is bad there,
@@ -437,7 +436,9 @@ class Rewinding:
             )
         if not damage_reason and not harmless_way:
             if self.guard.policy.may_fall_back:
-                harmless_way = self.replays.without_fp8(t.done.batch, t.done.measured, self._expected(t))
+                harmless_way = self.replays.without_fp8(
+                    t.done.batch, t.done.measured, self._detector_of(t).expect_next()
+                )
             harmless_way = harmless_way or self._wrong_kernels(t)
         if harmless_way:
             # Failed numerics must not measure samples and states.
@@ -464,7 +465,9 @@ class Rewinding:
                 return Tried(found, blameless=True, heals=healing_reason)
         if not is_finite:
             return Tried(replace(found, proven=True))
-        are_few = found.few and self.guard.policy.may_take_untried(len(found.bad_positions))
+        # Where all samples are as hard on the good state, as of another kind, a few that are harder still are no cause.
+        are_few = found.few and found.explains_losses(self._detector_of(t).find_alarming_loss())
+        are_few = are_few and self.guard.policy.may_take_untried(len(found.bad_positions))
         if harm_trial is None or not is_harmless(harm_trial, are_few):
             return Tried(self._bounded(found, harm_trial, t.done.state.cursor))
         if not harm_trial.damaged:

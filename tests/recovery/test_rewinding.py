@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,9 @@ from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
-from megastable_guard.actions import Action, Cause, Verdict
-from megastable_guard.conclusion import Conclusion, Region
-from megastable_guard.detector import DetectorState
+from megastable_guard.actions import Action, Cause, Signals, Verdict
+from megastable_guard.conclusion import Conclusion, Region, Suspect
+from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.guard_config import DetectorConfig, PolicyConfig
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import Taken
@@ -79,6 +80,7 @@ def go_back(
     corpora: Sequence[int] = (0,),
     before: int = 0,
     helps: bool = True,
+    detector: DetectorState | None = None,
 ) -> tuple[Any, Conclusion]:
     """The shell after trouble at step 40, when the rate was ten times that of the good state, and what is written down.
     found: by the examination. corpora: of what it names; before: proven incidents of the corpus 1; helps: to leave it
@@ -89,7 +91,9 @@ def go_back(
     policy.state.taken = [earlier.model_copy() for _ in range(before)]
     decision = policy.decide_on_step(seen(40, Verdict.SPIKE), 0)
     decision = replace(decision, finding=replace(decision.finding, verdict=verdict))
-    tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), DetectorState(), "")
+    tripped = Tripped(
+        decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), detector or DetectorState(), ""
+    )
     rewinding = shell(policy)
     rewinding.parts.source.order.locate_samples.return_value.corpus = list(corpora)
     rewinding.parts.source.order.corpora = [SimpleNamespace(name="0"), SimpleNamespace(name="1")]
@@ -107,7 +111,10 @@ def go_back(
         rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
     with mock.patch.object(locators, "measure_sizes", return_value={}):  # there is no model
         rewinding.go_back(tripped)
-    return rewinding, rewinding.incident_log.record_conclusion.call_args.args[0]
+    written = (
+        rewinding.incident_log.record_conclusion.call_args or rewinding.incident_log.train_through.call_args
+    )
+    return rewinding, written.args[0]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +126,23 @@ def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict 
     (taken,) = made.guard.policy.state.taken
     assert (taken.proven, taken.unproven) == (proven, () if proven else (7, 8, 9, 20))
     made.trials.try_remedies.assert_not_called()  # other data helps
+
+
+@pytest.mark.parametrize(("others", "is_skipped"), [(2.0, True), (6.4, False), (math.nan, True)])
+def test_a_few_that_are_far_out_are_no_cause_where_all_others_are_as_hard_on_the_good_state(
+    others: float, is_skipped: bool
+) -> None:
+    detector = Detector(DetectorConfig())
+    for step in range(100):
+        detector.observe_step(Signals(step, 2.0 + 0.01 * (step % 3), 1.0))
+    suspects = [Suspect(position, 9.0, 20.0) for position in FOUND.bad]
+    suspects += [Suspect(position, others, 1.0) for position in range(40, 60)]
+    found = replace(FOUND, alone=FOUND.bad, suspects=suspects)
+    made, told = go_back(found, tried=TrialVerdict.NOISE, detector=detector.state)
+    assert made.incident_log.train_through.called is not is_skipped
+    assert (
+        told.bad_positions == FOUND.bad_positions and made.incident_log.record_conclusion.called is is_skipped
+    )
 
 
 @pytest.mark.parametrize(
