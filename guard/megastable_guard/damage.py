@@ -29,6 +29,9 @@ Floats = npt.NDArray[np.float64]
 # differences, and standard errors over the samples: then a trial decides.
 LEAST, SURE, ERRORS = 0.03, 4.0, 3.0
 KNOWN, NEWEST = 3, 16  # fewest and most differences that tell their usual scatter
+UNSURE = (
+    10.0  # that scatter counts (1 + UNSURE / differences) times: a median of few says little, see Student's t
+)
 APART = 5  # fewest steps between two looks that tell how fast the loss falls
 REST = 25  # half the steps of a first pause; one that follows soon is twice as long
 # A tensor jumps if it changes by this share of its norm, and so many times as fast as ever before.
@@ -157,7 +160,7 @@ class ProbeTrend(_LookState):
             return math.inf
         median_surprise = float(np.median(self.surprises))
         surprise_scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - median_surprise)))
-        return median_surprise + SURE * surprise_scatter
+        return median_surprise + SURE * surprise_scatter * (1 + UNSURE / len(self.surprises))
 
 
 class TensorNorms(NamedTuple):

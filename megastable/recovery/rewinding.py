@@ -447,8 +447,8 @@ class Rewinding:
 
     def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool, layer: str) -> Tried:
         """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
-        back. Where the data is harmless, but a router grew first (`layer`), those of routers are tried. Samples that
-        are not finite are bad without a trial."""
+        back. Where no sample is bad, or those that are do no harm, but a router grew first (`layer`), those of routers
+        are tried. Samples that are not finite are bad without a trial."""
         if self.guard.policy.are_costly(found.bad_positions):
             return Tried(self._bounded(found, None, t.done.state.cursor))
         harm_trial, harms_anyway = None, False
@@ -468,15 +468,17 @@ class Rewinding:
         # Where all samples are as hard on the good state, as of another kind, a few that are harder still are no cause.
         are_few = found.few and found.explains_losses(self._detector_of(t).find_alarming_loss())
         are_few = are_few and self.guard.policy.may_take_untried(len(found.bad_positions))
-        if harm_trial is None or not is_harmless(harm_trial, are_few):
+        does_harm = harm_trial is None or not is_harmless(harm_trial, are_few)
+        if not (does_harm and found.bad_positions):
+            offer, reason = self._try_named(choose_remedies(layer), start)
+            if offer is not None:
+                reason = f"{found.reason}; {reason}"
+                found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
+                return Tried(found, offer=offer, blameless=True)
+        if harm_trial is None or does_harm:
             return Tried(self._bounded(found, harm_trial, t.done.state.cursor))
         if not harm_trial.damaged:
-            offer, reason = self._try_named(choose_remedies(layer), start)
-            if offer is None:
-                return Tried(found, harmless=harm_trial)
-            reason = f"{found.reason}; {harm_trial.reason}; {reason}"
-            found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
-            return Tried(found, offer=offer, blameless=True)
+            return Tried(found, harmless=harm_trial)
         found, healing_reason = _of_state(found, harm_trial), self._try_waiting(t, start)
         found = replace(found, reason="; ".join(filter(None, [found.reason, healing_reason])))
         return Tried(found, blameless=True, heals=healing_reason)  # something else damaged the state
