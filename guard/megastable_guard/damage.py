@@ -29,9 +29,7 @@ Floats = npt.NDArray[np.float64]
 # differences, and standard errors over the samples: then a trial decides.
 LEAST, SURE, ERRORS = 0.03, 4.0, 3.0
 KNOWN, NEWEST = 3, 16  # fewest and most differences that tell their usual scatter
-UNSURE = (
-    10.0  # that scatter counts (1 + UNSURE / differences) times: a median of few says little, see Student's t
-)
+UNSURE = 10.0  # for a loss that still falls it counts (1 + UNSURE / differences) times, see `_usual`
 APART = 5  # fewest steps between two looks that tell how fast the loss falls
 REST = 25  # half the steps of a first pause; one that follows soon is twice as long
 # A tensor jumps if it changes by this share of its norm, and so many times as fast as ever before.
@@ -107,7 +105,7 @@ class ProbeTrend(_LookState):
         expected_change = self.expect(step)
         if expected_change is not None:
             surprise_unit = LEAST / SURE + abs(expected_change)
-            rise_limit = max(LEAST, ERRORS * error, surprise_unit * self._usual())
+            rise_limit = max(LEAST, ERRORS * error, surprise_unit * self._usual(mean < 0))
             if mean - expected_change > rise_limit and step >= self.pause.end:
                 return Rise(last_step, step, mean, mean - expected_change, rise_limit)
             if math.isfinite(mean):
@@ -154,13 +152,16 @@ class ProbeTrend(_LookState):
         """The run is back after `step`."""
         self.looks = [(look_step, look_losses) for look_step, look_losses in self.looks if look_step <= step]
 
-    def _usual(self) -> float:
-        """The largest surprise that is usual, in its unit. At the start of a run, while the rate rises, any is."""
+    def _usual(self, falls: bool) -> float:
+        """The largest surprise that is usual, in its unit. At the start of a run, while the rate rises, any is. falls:
+        the loss is lower than at the look before: then the surprise is that it fell more slowly than it did, and what
+        is usual of that, a scatter of few differences tells badly (Student's t)."""
         if len(self.surprises) < KNOWN:
             return math.inf
         median_surprise = float(np.median(self.surprises))
         surprise_scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - median_surprise)))
-        return median_surprise + SURE * surprise_scatter * (1 + UNSURE / len(self.surprises))
+        unsure_factor = 1 + UNSURE / len(self.surprises) if falls else 1.0
+        return median_surprise + SURE * surprise_scatter * unsure_factor
 
 
 class TensorNorms(NamedTuple):

@@ -76,6 +76,16 @@ def test_probe_rise_is_seen_while_the_loss_falls_as_fast(seed: int) -> None:
     assert falling(8, 0.003, seed)[0].judge_look(90, before - fallen + 0.01) is None
 
 
+def test_probe_that_falls_more_slowly_than_three_looks_let_expect_is_no_rise() -> None:
+    """Of a mixture without a fault (a sigmoid gate, seed 7), whose fourth difference was an alarm."""
+    looks = {10: 6.623, 20: 5.935, 25: 5.731, 30: 5.561, 40: 5.181, 50: 4.814, 60: 4.563, 70: 4.348}
+    trend = ProbeTrend()
+    for step, loss in looks.items():
+        assert trend.judge_look(step, np.full(64, loss)) is None
+    rise = trend.judge_look(80, np.full(64, looks[70] + 0.1))  # but this is
+    assert rise is not None and rise.before == 70
+
+
 def test_probe_rise_that_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
     trend, _ = falling(30)
     known = np.array(trend.looks[-1][1])
