@@ -340,6 +340,8 @@ class _FirstBad(LayerHooks):
 
     def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         self._tick += 1
+        if not x.numel():  # of an expert without tokens
+            return
         tensor_extremes = torch.stack(x.detach().aminmax()).tolist()
         if all(map(math.isfinite, tensor_extremes)):
             return

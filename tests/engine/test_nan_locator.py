@@ -274,6 +274,7 @@ def test_locate_names_layer_and_expert(corpus: Path, tmp_path: Path) -> None:
 def test_see_keeps_what_comes_first() -> None:
     """The ranks of a pipeline see things in another order than they arise."""
     watch = _FirstBad(blocks=4)
+    watch.see_tensor(torch.empty(0, 3), 1, True, "blocks.3.mlp.experts.0.down", "input")  # of no tokens
     seen = [
         (1, False, "blocks.0"), (0, True, "embedding"), (0, True, "blocks.2"), (0, True, "head"), (0, True, "loss"),
         (0, False, "final_norm"), (0, False, "blocks.1.mlp.down"), (0, False, "embedding"),
@@ -285,7 +286,7 @@ def test_see_keeps_what_comes_first() -> None:
     for micro_batch, backward, layer in seen:
         watch.see_tensor(bad, micro_batch, backward, layer, "output")
     watch.see_tensor(fine, 0, False, "embedding", "input")
-    assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", len(seen))
+    assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", 1 + len(seen))
 
 
 def lose_numbers(real: Any, x: torch.Tensor) -> torch.Tensor:
