@@ -314,10 +314,10 @@ def read_layers(look: TrendLook) -> Iterator[Reading]:
     """A block adds less and less to the residual stream. Gradients reach its input weights (q, k, v, gate, up) through
     its output weights, which get theirs directly: the ratio of both falls with the scale of what the block passes on,
     whatever the loss, the other blocks and the noise of the batch do. Or the block adds next to nothing."""
-    c = look.config
+    c, gradients = look.config, _gradients_by_side(look.rows)
     for block, block_row in look.rows_with("added"):
-        outer = _gradient(look.rows, block, "attention.out", "mlp.down")
-        ratio = _gradient(look.rows, block, "attention.qkv", "mlp.gate_up") / outer if outer > 0 else math.nan
+        inner, outer = gradients.get(block, (math.nan, math.nan))
+        ratio = inner / outer if outer > 0 else math.nan
         level, best = look.compare_with_best(f"passed {block}", ratio)
         added_share = look.extend_series(f"added {block}", block_row["added"]).level
         share_left = level / best if best > 0 else math.nan
@@ -383,5 +383,16 @@ def _reaches(steps: list[int], logs: list[float], left: float) -> tuple[float, f
     return grows, left / grows if grows > 0 else (0.0 if not left else math.inf), growth_ahead < left
 
 
-def _gradient(rows: Rows, block: str, *parts: str) -> float:
-    return math.hypot(*(rows.get(f"{block}.{part}.weight", {}).get("gradient", math.nan) for part in parts))
+def _gradients_by_side(rows: Rows) -> dict[str, tuple[float, float]]:
+    """By block, the gradient norms of its input weights and of its output weights; of experts, those of all."""
+    side_norms: dict[str, tuple[float, float]] = {}
+    for row_name, row in rows.items():
+        is_outer = row_name.endswith((".attention.out.weight", ".down.weight"))
+        if is_outer or row_name.endswith((".attention.qkv.weight", ".gate_up.weight")):
+            block = ".".join(row_name.split(".", 2)[:2])
+            inner, outer = side_norms.get(block, (0.0, 0.0))
+            gradient = row.get("gradient", math.nan)
+            side_norms[block] = (
+                (inner, math.hypot(outer, gradient)) if is_outer else (math.hypot(inner, gradient), outer)
+            )
+    return side_norms

@@ -127,6 +127,19 @@ def test_signal_is_told_once_with_its_remedy_and_not_of_a_single_look(name: str)
         assert run(lambda rows, n: change(rows, 12) if n == 1 else None) == []
 
 
+def test_a_block_with_experts_that_fades_is_told() -> None:
+    def fade(rows: Rows, n: int) -> None:
+        dying(rows, max(n - 19, 0))  # it has experts from the first look on
+        for part in ("gate_up", "down"):
+            of_dense = rows.pop(f"blocks.0.mlp.{part}.weight")
+            for number in range(3):
+                rows[f"blocks.0.mlp.experts.{number}.{part}.weight"] = of_dense
+            rows["blocks.0.mlp.router.weight"] = weight(0.1)
+
+    ((look, trend),) = run(fade, fault=1)
+    assert trend.signal == "layers" and "blocks.0 passes on less" in trend.text and 20 < look <= 30
+
+
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - {"straight", "small", "nothing added"}))
 def test_signal_is_over_when_it_has_recovered_and_told_again_when_it_comes_back(name: str) -> None:
     change, signal, _ = FAULTS[name]
