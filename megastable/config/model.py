@@ -120,7 +120,7 @@ class ExpertsConfig(Section):
             raise ValueError(
                 f"top_k={self.top_k} of count={self.count} experts: choose no more than there are"
             )
-        if self.normalize and self.top_k == 1 and self.gate == "softmax":
+        if self.normalize and self.top_k == 1:
             raise ValueError(
                 "normalize with top_k=1: the only score is always 1, and the router learns nothing from the loss; set "
                 "normalize=false"

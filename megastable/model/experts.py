@@ -72,7 +72,9 @@ def choose_experts(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     choice_weights = own_scores.gather(-1, chosen_experts)
     if config.normalize:
         choice_weights = choice_weights / choice_weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    even_scores = own_scores if config.gate == "softmax" else own_scores / own_scores.sum(-1, keepdim=True)
+    even_scores = own_scores
+    if config.gate == "sigmoid":
+        even_scores = own_scores / own_scores.sum(-1, keepdim=True).clamp_min(1e-20)
     return Routing(chosen_experts, choice_weights * config.scale, even_scores, logits)
 
 

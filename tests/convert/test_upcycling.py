@@ -37,7 +37,7 @@ def give(**keys: Any) -> list[str]:
     "keys",
     [
         {"count": 4, "top_k": 2},
-        {"count": 4, "top_k": 1, "gate": "sigmoid", "scale": 2.5},
+        {"count": 4, "top_k": 2, "gate": "sigmoid", "scale": 2.5},
         {"count": 8, "top_k": 4, "ffn": 16, "shared": 3, "first_dense": 1},
         {"count": 8, "top_k": 8, "ffn": 8, "gate": "sigmoid"},
     ],

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megastable.config.model import ModelConfig
-from megastable.model.experts import ExpertMLP, choose_experts, count_columns, sort_by_expert
+from megastable.model.experts import (
+    ExpertMLP,
+    balance_term,
+    choose_experts,
+    count_columns,
+    sort_by_expert,
+    z_term,
+)
 from megastable.model.gpt import GPT
 from megastable.model.grouped import view_together
 from megastable.model.sizes import count_parameters, flops_per_token
@@ -151,6 +158,15 @@ def test_a_bias_shifts_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(routing.weights, logits.softmax(-1)[:, [3, 0]])
 
 
+def test_sigmoid_scores_that_are_all_zero_have_gradients() -> None:
+    """Where a router has learnt to score no expert, its losses must lead back."""
+    logits = torch.full((3, 4), -200.0, requires_grad=True)
+    routing = choose_experts(logits, None, make_mlp(count=4, gate="sigmoid").config)
+    loss = balance_term(routing.scores, torch.full((4,), 0.25), 3) + z_term(routing.logits, 3)
+    (gradient,) = torch.autograd.grad(loss + routing.weights.sum(), logits)
+    assert torch.isfinite(routing.scores).all() and torch.isfinite(gradient).all() and (gradient < 0).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), experts=st.integers(1, 6), choices=st.integers(1, 3), tokens=st.integers(1, 9))
 def test_choices_are_sorted_without_loss(
@@ -184,7 +200,7 @@ def test_parameters_and_work_are_counted() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [({"top_k": 6}, "choose no more than there are"), ({"top_k": 1}, "set normalize=false"),
-     ({"first_dense": 1}, "no block has experts")],
+     ({"top_k": 1, "gate": "sigmoid"}, "set normalize=false"), ({"first_dense": 1}, "no block has experts")],
 )  # fmt: skip
 def test_impossible_experts_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
