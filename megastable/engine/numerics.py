@@ -23,7 +23,7 @@ from megastable.engine.elementwise_choice import choose_parts
 from megastable.fp8.controller import Fp8
 from megastable.model.blocked import is_supported
 from megastable.model.gpt import Block, Embedding, FinalNorm
-from megastable.model.grouped import can_group
+from megastable.model.grouped import ALIGNED, can_group
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 
@@ -59,7 +59,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
     is_grouped = wanted_kernels.experts == "grouped" or (
         wanted_kernels.experts == "auto" and can_group(device, dtype)
     )
-    if is_grouped and (reason := _no_groups(config)):
+    if is_grouped and (reason := _no_groups(config, dtype)):
         is_grouped = False
         if wanted_kernels.experts == "grouped":
             fallback_notes.append(f"kernels.experts=grouped: {reason}; each expert is a product of its own")
@@ -69,7 +69,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
     )
 
 
-def _no_groups(config: RunConfig) -> str | None:
+def _no_groups(config: RunConfig, dtype: torch.dtype) -> str | None:
     """The reason why experts cannot be one product."""
     if config.model.experts is None:
         return "the model has no experts"
@@ -79,6 +79,13 @@ def _no_groups(config: RunConfig) -> str | None:
         return "ZeRO 3 gathers the weights of one module at a time"
     if config.parallel.schedule == "zero_bubble":
         return "products whose weight gradients come later are single ones"
+    fitting = ALIGNED // dtype.itemsize
+    widths = config.model.hidden, config.model.expert_width // config.parallel.tensor
+    if any(width % fitting for width in widths):
+        return (
+            f"it needs model.hidden and the width of a tensor rank's experts to be multiples of {fitting}, and they "
+            f"are {widths[0]} and {widths[1]}"
+        )
     return None
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+ALIGNED = 16  # bytes, of which rows of its matrices are multiples
+
 
 def can_group(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has a kernel for it that is faster than one product for each group."""

@@ -138,6 +138,14 @@ def test_choose_is_what_the_planner_chooses(attention: str, kind: str, cap: floa
             {"kernels": {"compile": True}, "parallel": {"zero": 3}},
             r"compile=true: ZeRO 3 .*; nothing is compiled",
         ),
+        (
+            {
+                "kernels": {"experts": "grouped"},
+                "model": {"experts": {"count": 4, "ffn": 204}},
+                "parallel": {"tensor": 2},
+            },
+            "multiples of 4, and they are 768 and 102",
+        ),
     ],
 )
 def test_choose_says_what_cannot_be_had(parts: dict[str, Any], note: str) -> None:
