@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ALIGNED = 16  # bytes, of which rows of its matrices are multiples
+ALIGNED = 16  # bytes, of which rows and addresses of its matrices are multiples
 
 
 def can_group(device: torch.device, dtype: torch.dtype) -> bool:
@@ -28,7 +28,7 @@ def can_group(device: torch.device, dtype: torch.dtype) -> bool:
 
 def view_together(matrices: Sequence[Tensor]) -> Tensor:
     """[groups, out, in] of contiguous matrices [out, in], without gradients: a view if they lie at equal distances in
-    one storage, else a copy."""
+    one storage, where the kernel can begin to read, else a copy."""
     first_matrix, *other_matrices = matrices
     first_storage, storage_offsets = (
         first_matrix.untyped_storage().data_ptr(),
@@ -40,6 +40,7 @@ def view_together(matrices: Sequence[Tensor]) -> Tensor:
     if not (
         is_even
         and is_one
+        and first_matrix.data_ptr() % ALIGNED == 0
         and even_distance >= first_matrix.numel()
         and all(map(Tensor.is_contiguous, matrices))
     ):

@@ -121,10 +121,11 @@ def test_what_a_router_chose_is_written_once_however_often_it_is_computed() -> N
 
 
 def share_storage(mlp: ExpertMLP, kind: str) -> None:
-    """The weights of experts one after the other in one buffer, as an optimizer lays them; or with a gap; or apart."""
+    """The weights of experts one after the other in one buffer, as an optimizer lays them; or with a gap; or apart;
+    or from an address on that no kernel reads."""
     parameters = list(mlp.experts.parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters) + 3, dtype=parameters[0].dtype)
-    begin = 0
+    begin = int(kind == "odd")
     for number, parameter in enumerate(parameters):
         begin += 3 * (kind == "gap" and number == 4)
         if kind != "apart":
@@ -133,7 +134,7 @@ def share_storage(mlp: ExpertMLP, kind: str) -> None:
         begin += parameter.numel()
 
 
-@pytest.mark.parametrize("kind", ["flat", "gap", "apart"])
+@pytest.mark.parametrize("kind", ["flat", "gap", "apart", "odd"])
 @pytest.mark.parametrize("count", [5, 40])
 def test_grouped_products_are_those_of_a_loop(kind: str, count: int) -> None:
     mlp, x = make_mlp(count=count, shared=1).float(), draw_tokens().float()
