@@ -44,7 +44,6 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.training_events import Unstable, Warned
 from megastable.warnings.noise_scale import NoiseScaleWatch
-from megastable.warnings.routing import TRIED as ROUTING_REMEDIES
 from megastable.warnings.routing import RoutingWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
@@ -329,7 +328,7 @@ class Recovery:
         if not guard_policy.may_look_back(done.state.step, newest_sign.since, self.points.oldest):
             return None
         return self.rewinding.undo_change(
-            newest_sign, done, routing_watch.measure_routing, routing_watch.accept_sign, ROUTING_REMEDIES
+            newest_sign, done, routing_watch.measure_routing, routing_watch.accept_sign, newest_sign.remedies
         )
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:

@@ -104,6 +104,13 @@ class RoutingSign:
         return self.since - 1
 
     @property
+    def remedies(self) -> list[str]:
+        """Those of `TRIED` that may help. For a while a model may well predict better without a balance loss: that
+        shows nothing where the balance is what was lost."""
+        is_unbalanced = self.signal in ("expert_load", "expert_idle")
+        return [remedy for remedy in TRIED if not (is_unbalanced and remedy == "no_balance_loss")]
+
+    @property
     def where(self) -> str:
         part_name = "router" if self.expert is None else f"experts.{self.expert}"
         return f"blocks.{self.layer}.mlp.{part_name}"

@@ -136,6 +136,8 @@ def test_what_lasts_is_named(signal: str, seed: int, tokens: int) -> None:
     assert (first.since, first.before, first.step) == (AT, AT - 1, AT + LASTING[signal] - 1)
     assert first.usual == pytest.approx(usual, rel=0.3)
     assert [sign.signal for sign in told].count(signal) == 1  # told once
+    assert "balance_loss" in first.remedies
+    assert ("no_balance_loss" in first.remedies) == (not signal.startswith("expert"))
 
 
 @pytest.mark.parametrize("signal", FAULTS)
