@@ -13,7 +13,7 @@ the optimizer, or of an update that is far beyond all others; whether the same s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,9 @@ KNOWN_PACES, NEWEST_PACES = 2, 8  # fewest and most looks that tell the pace of 
 FORGOTTEN = (
     0.5  # second moments below this share of what only zero gradients would leave were changed otherwise
 )
+# A tensor without gradients, as of an expert that no token chooses, has second moments of at most so many times what
+# zero gradients leave, and in the end so small ones that their norm in fp32 is imprecise.
+UNUSED, VANISHED = 1.01, 1e-18
 
 
 class _LookState(BaseModel):
@@ -227,7 +230,7 @@ class TensorPaces(_LookState):
             self.last = look
             return None
         rates_moved = max(look.rates - last_look.rates, 1e-30)
-        found_jumps = list[tuple[float, TensorJump]]()
+        found_jumps, unused_tensors = list[tuple[float, TensorJump]](), set[str]()
         for tensor_name, norms_now in look.norms.items():
             then, known_paces = last_look.norms.get(tensor_name), self.paces.get(tensor_name, [])
             if then is None:
@@ -242,21 +245,25 @@ class TensorPaces(_LookState):
                     found_jumps.append(
                         (times_faster, TensorJump(*jump_place, "weight", then.weight, norms_now.weight))
                     )
-            if beta2 is not None and then.second_moment and norms_now.second_moment is not None:
-                least_moment = FORGOTTEN * beta2 ** (look.updates - last_look.updates) * then.second_moment
-                if not norms_now.second_moment >= least_moment:
-                    moments = then.second_moment, norms_now.second_moment
+            if beta2 is not None and then.second_moment is not None and norms_now.second_moment is not None:
+                moments = then.second_moment, norms_now.second_moment
+                faded_moment = beta2 ** (look.updates - last_look.updates) * then.second_moment
+                if then.second_moment > VANISHED and not norms_now.second_moment >= FORGOTTEN * faded_moment:
                     found_jumps.append((math.inf, TensorJump(*jump_place, "second_moment", *moments)))
+                if norms_now.second_moment <= max(VANISHED, UNUSED * faded_moment):
+                    unused_tensors.add(tensor_name)
         if found_jumps and look.step >= self.pause.end:
             return max(found_jumps, key=lambda found: found[0])[1]
-        self._learn(look)
+        self._learn(look, unused_tensors)
         return None
 
-    def _learn(self, look: TensorLook) -> None:
+    def _learn(self, look: TensorLook, unused: Collection[str] = ()) -> None:
+        """unused: tensors that had no gradients, whose pace is not that of their updates."""
         last_norms = {} if self.last is None else self.last.norms
         rates_moved = max(look.rates - (0.0 if self.last is None else self.last.rates), 1e-30)
         for tensor_name, norms_now in look.norms.items():
-            if tensor_name in last_norms and math.isfinite(norms_now.weight):
+            is_known = tensor_name in last_norms and tensor_name not in unused
+            if is_known and math.isfinite(norms_now.weight):
                 tensor_pace = abs(norms_now.weight - last_norms[tensor_name].weight) / rates_moved
                 self.paces[tensor_name] = [*self.paces.get(tensor_name, []), tensor_pace][-NEWEST_PACES:]
         self.last = look

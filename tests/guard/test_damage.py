@@ -183,6 +183,21 @@ def test_tensor_jump_is_named_until_it_is_dealt_with(factor: float) -> None:
     assert judge(paces, 21, norms) is None
 
 
+@pytest.mark.parametrize("unused", [10, 60])
+def test_a_tensor_without_gradients_for_a_while_has_not_jumped(unused: int) -> None:
+    """An expert that no token chooses only decays; its second moments vanish, in fp32 all at once."""
+    paces, norms = looked_at(20)
+    for look in range(20, 20 + unused):
+        faded_moment = norms[NAME].second_moment * BETA2**EVERY  # type: ignore[operator]
+        faded_norms = TensorNorms(0.9999 * norms[NAME].weight, faded_moment if faded_moment > 1e-21 else 0.0)
+        norms = norms | {NAME: faded_norms}
+        assert judge(paces, look, norms) is None
+    used_again = norms | {NAME: TensorNorms(1.06 * norms[NAME].weight, 1.0)}
+    assert judge(paces, 20 + unused, used_again) is None
+    jump = judge(paces, 21 + unused, times(used_again, 3.0))
+    assert jump is not None and jump.kind == "weight"
+
+
 @pytest.mark.parametrize(
     ("factor", "updates", "beta2", "seen"),
     [
