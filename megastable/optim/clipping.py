@@ -99,8 +99,9 @@ class AdaGC(Clipping):
     """Clip each tensor to `threshold` times an average of its own clipped norms (AdaGC, arXiv:2502.11034, algorithm 1).
 
     In the first `warmup` updates all are clipped to a global norm of optimizer.clip, and the average is the smallest
-    norm of a tensor so far, but for zero, which would clip it forever. State: "adagc/norms", fp64 [parameters], 0 =
-    none yet, in the order of their names; "adagc/updates", fp64 [1], updates since clipping began.
+    norm of a tensor so far. Zeros do not count: they would clip for long, or forever, what is used again, as an expert
+    that no token has chosen for a while. State: "adagc/norms", fp64 [parameters], 0 = none yet, in the order of their
+    names; "adagc/updates", fp64 [1], updates since clipping began.
     """
 
     names = ("adagc/norms", "adagc/updates")
@@ -116,8 +117,7 @@ class AdaGC(Clipping):
         if int(update_count) < self.warmup:
             norm_share = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped_norms = current_norms * norm_share
-            least_norms = torch.minimum(past_norms, clipped_norms)
-            average_norms = torch.where(clipped_norms == 0, past_norms, least_norms)
+            average_norms = torch.minimum(past_norms, clipped_norms)
         else:
             clip_factors = compute_factors(current_norms, self.threshold * past_norms, unless=past_norms == 0)
             for piece in pieces:
@@ -125,6 +125,7 @@ class AdaGC(Clipping):
             clipped_norms = current_norms * clip_factors
             average_norms = self.decay * past_norms + (1 - self.decay) * clipped_norms
             norm_share = _left((current_norms.square() - clipped_norms.square()).sum(), norm)
+        average_norms = torch.where(clipped_norms == 0, past_norms, average_norms)
         past_norms.copy_(torch.where(past_norms == 0, clipped_norms, average_norms))
         update_count += 1
         return norm_share

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.config.tree import RunConfig
-from megastable.optim.clipping import clip_factors, row_factors, scale_rows
-from megastable.parallel.sharding import Fragment, join_shards, placement_of
+from megastable.optim.clipping import AdaGC, clip_factors, row_factors, scale_rows
+from megastable.optim.pieces import Piece, WholeParameter
+from megastable.parallel.sharding import Fragment, Placement, join_shards, placement_of
 from tests.distributed import run_ranks
 from tests.engine.engines import build_engine, take_batch
 from tests.optim import rules
@@ -140,6 +141,20 @@ def test_clip_is_the_formula_in_every_precision(layout: str) -> None:
             assert ranks[0][name]["kept"][step] == pytest.approx(clip.kept[step], abs=1e-4)
         assert name == "zclip" or min(clip.kept) < 0.95, f"{name} clipped nothing"
         assert all(rank[name]["norms"][0] == ranks[0]["value"]["norms"][0] for rank in ranks)
+
+
+def test_steps_without_a_gradient_do_not_lower_what_a_tensor_is_clipped_to() -> None:
+    """An expert that no token chose for a while learns as before when one does."""
+    config = recipe({"clipping": {"kind": "adagc", "warmup": 2}}).optimizer
+    clipping = AdaGC(config, {"w": WholeParameter(Placement("w"), (4,), 0)}, (0, 1), torch.device("cpu"))
+    fragment = Fragment(
+        name="w", dim=None, sections=(), shape=(4,), group=0, offset=0, start=0, numel=4, counted=True
+    )
+    kept = []
+    for size in (0.5, 0.5, 0.5, *[0.0] * 200, 0.5, 5.0):
+        piece = Piece(fragment, torch.ones(4), torch.full((4,), size / 2), {}, {})
+        kept.append(clipping.clip_pieces([piece], size, 1.0))
+    assert kept[:-1] == [1.0] * 204 and kept[-1] == pytest.approx(0.105)
 
 
 WORKERS: dict[str, tuple[int, dict[str, Any]]] = {
