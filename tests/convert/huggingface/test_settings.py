@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.process import ROOT
 from megastable.checkpoint.whole import describe_parameters
 from megastable.config.model import ModelConfig
+from megastable.config.recipe import load_recipe
 from megastable_tools.convert.huggingface.architectures import (
     ARCHITECTURES,
     EVERYWHERE,
@@ -38,6 +40,14 @@ OWN = EVERYWHERE | GEMMA2.fixed_values().keys() | GEMMA2.free | {"sequence_lengt
 
 TWO_EXPERTS = {"count": 8, "top_k": 2, "ffn": 16}
 MIXTURES = {name: MODELS[name] for name in ("qwen3-moe", "mixtral", "olmoe", "dots1")}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "launch/recipes").glob("moe-*.yaml")), ids=lambda path: path.stem
+)
+def test_recipes_of_mixtures_can_be_exported(path: Path) -> None:
+    model = load_recipe(path, ["model.vocab_size=1000"]).model
+    assert model.experts is not None and (map_biases(model) or model.experts.bias_rate == 0)
 
 
 @st.composite
