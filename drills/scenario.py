@@ -631,7 +631,9 @@ def _healthy(
 
 HEALTHY = (
     _healthy("usual-experts", "no fault, a longer run"),
-    _healthy("unbalanced-experts", "nothing balances", experts=EXPERTS.replace("0.001", "0") + "}"),
+    _healthy(
+        "unbalanced-experts", "nothing balances", experts=EXPERTS.replace("0.001", "0") + ", balance_loss: 0}"
+    ),
     _healthy("fast-bias", "biases move 20 times as fast", experts=EXPERTS.replace("0.001", "0.02") + "}"),
     _healthy("sigmoid-experts", "a sigmoid gate", experts=EXPERTS + ", gate: sigmoid}"),
     _healthy("small-batches", "four samples a step", "train.global_batch=4", "train.micro_batch=4"),
