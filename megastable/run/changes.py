@@ -22,6 +22,7 @@ from megastable.base import durable
 from megastable.base.errors import ConfigError
 from megastable.config.recipe import override_key, validate_tree
 from megastable.config.tree import RunConfig
+from megastable.run.directory import FREE, IDENTITY
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.reading import read_events
 
@@ -94,7 +95,7 @@ def check_live(key: str, recipe: RunConfig, value: Any) -> None:
     if key not in LIVE and not key.startswith("schedule."):
         if key == "train.steps":
             again += "; to end the decay elsewhere: schedule.total_steps"
-        elif key.startswith(("model.", "run.seed")):
+        elif key.startswith(IDENTITY) and key not in FREE:
             again = "it belongs to the run's weights: begin another run"
         raise ConfigError(
             f"{key} cannot be changed while the run trains: {again}. Live are: {', '.join(LIVE)}"

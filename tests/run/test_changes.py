@@ -88,6 +88,7 @@ def test_config_at_has_the_newest_change_that_has_begun_and_not_ended(
         ("train.steps", "with train.steps=5; to end the decay elsewhere: schedule.total_steps", {}),
         ("train.global_batch", "start it again with train.global_batch=5", {}),
         ("model.layers", "begin another run", {}),
+        ("model.max_positions", "start it again with model.max_positions=5", {}),
         ("optimizer.lrr", "optimizer.lr", {}),
         ("schedule", "start it again", {}),
         ("optimizer.betas", "does not read it", {"name": "sgd"}),
