@@ -44,6 +44,7 @@ ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
     "qk_clip": "attention logits are kept at 100 or less by QK-clip for the rest of the run",
     "z_loss": "the z-loss is ten times as large for the rest of the run",
+    "hold_router": "the weights of routers grow no larger for the rest of the run",
     "router_z_loss": "the z-loss of routers is ten times as large for the rest of the run",
     "balance_loss": "the balance loss of experts is ten times as large for the rest of the run",
     "no_balance_loss": "experts have no balance loss for the rest of the run",
@@ -514,28 +515,23 @@ class Policy:
             kernels: names of those that the run uses, or has left.
         """
         s, c, offers = self.state, self.config, list[Offer]()
-        failed_remedies = {
-            past_action.remedy
-            for past_action in s.taken
-            if past_action.remedy and s.clock - past_action.clock <= c.recur_steps
-        }
         was_lifted = policy_state.find_lately_lifted(s.limits, s.clock, c.recur_steps) is not None
+        # The limit that was lifted may return, and a further cut be tried, although the trouble came back.
+        failed_remedies = {t.remedy for t in s.taken if s.clock - t.clock <= c.recur_steps}
+        failed_remedies -= {"cut_lr", "cap_lr"} if was_lifted else {"cut_lr"}
         rate_jumped = good_rate is not None and rate is not None and rate > policy_state.JUMP * good_rate
         limits_left = not policy_state.are_limits_spent(s.limits, c)
         used_kernels = [kernel_name for kernel_name in kernels if kernel_name not in s.kernels]
         possible: dict[str, bool] = {
-            "cap_lr": was_lifted or (rate_jumped and limits_left and "cap_lr" not in failed_remedies),
+            "cap_lr": was_lifted or (rate_jumped and limits_left),
             "cut_lr": limits_left and not was_lifted,
-            "leave_fp8": self.may_fall_back and "leave_fp8" not in failed_remedies,
-            "other_kernels": bool(used_kernels)
-            and self.may_leave_kernels
-            and "other_kernels" not in failed_remedies,
-            "rewarm": "rewarm" not in failed_remedies,
-            **{name: name not in failed_remedies for name in ONCE},
-            **{name: name not in s.adjusted and name not in failed_remedies for name in ADJUSTED},
+            "leave_fp8": self.may_fall_back,
+            "other_kernels": bool(used_kernels) and self.may_leave_kernels,
+            **dict.fromkeys(("rewarm", *ONCE), True),
+            **{name: name not in s.adjusted for name in ADJUSTED},
         }
         for name in get_args(RemedyName):
-            if name not in c.remedies or not possible[name]:
+            if name not in c.remedies or name in failed_remedies or not possible[name]:
                 continue
             other_policy = Policy(c, s.model_copy(deep=True), self.has_fp8)
             policy_state.move_limits_back(other_policy.state.limits, updates)

@@ -31,7 +31,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """The `value` of every rank of `group` (default: the world), in rank order, on every rank."""
     if dist.get_world_size(group) == 1:
         return [value]  # even a collective of one rank takes a millisecond
-    _send_answers()
+    send_answers()
     values_by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values_by_rank, value, group=group)
     return values_by_rank
@@ -80,18 +80,18 @@ def run_on_first(action: Callable[[], T]) -> T:
 @contextmanager
 def combine_answers() -> Iterator[None]:
     """What `run_on_first` returns inside goes to the other ranks in one message, when all of it is known: rank 0 does
-    not wait for it. The functions of this module send first what is waiting. No other collective may be begun inside:
-    the other ranks would still wait for the message."""
+    not wait for it. The functions of this module send first what is waiting. No other collective may be begun inside
+    without `send_answers`: the other ranks would still wait for the message."""
     global _answers
     assert _answers is None, "answers are combined already"
     _answers = deque()
     try:
         yield
     except MegastableError:
-        _send_answers()  # the others raise it, too, or wait for an answer that was given before
+        send_answers()  # the others raise it, too, or wait for an answer that was given before
         raise
     else:
-        _send_answers()
+        send_answers()
         assert not _answers, "rank 0 was asked for more than this rank was"
     finally:
         _answers = None
@@ -119,7 +119,7 @@ def find_least(numbers: Sequence[int]) -> list[int]:
     """The least of every number over all ranks. numbers: of 63 bits and a sign."""
     if dist.get_world_size() == 1:
         return list(numbers)
-    _send_answers()
+    send_answers()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     least_numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(least_numbers, op=dist.ReduceOp.MIN)
@@ -142,7 +142,7 @@ def _share_answer(answer: list[Any]) -> None:
     answer[:] = pickle.loads(received_answers.popleft())
 
 
-def _send_answers() -> None:
+def send_answers() -> None:
     """Send what rank 0 has kept; all ranks call this at the same place, and the others have asked for it before."""
     if _answers and dist.get_rank() == 0:
         dist.broadcast_object_list([list(_answers)], src=0)

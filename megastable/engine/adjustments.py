@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
+from megastable.engine.expert_routing import ExpertRouting
 from megastable.engine.flatstate import FlatState
 from megastable.model.block_parts import MLP, gated, swiglu
 from megastable.model.experts import ExpertMLP
@@ -149,7 +150,7 @@ class Adjustments:
 
     def __init__(
         self, config: RunConfig, wrapper: Any, loss: LossFunction, qk_clip: LogitClipping, module: nn.Module,
-        fp8: str,
+        fp8: str, routing: ExpertRouting | None,
     ) -> None:  # fmt: skip
         self._wrapper, self._loss, self._z_loss = wrapper, loss, loss.z_loss
         self._groups = [group for group in wrapper.optimizer.param_groups if "betas" in group]
@@ -159,6 +160,7 @@ class Adjustments:
         decaying_groups = [group for group in wrapper.optimizer.param_groups if group["weight_decay"]]
         self._decays = [(group, group["weight_decay"] / o.weight_decay) for group in decaying_groups]
         self._mlps = [mlp_part for mlp_part in module.modules() if isinstance(mlp_part, MLP)]
+        self._routing = routing
         self._expert_mlps = [part for part in module.modules() if isinstance(part, ExpertMLP)]
         self._router_groups = [group for group in wrapper.optimizer.param_groups if group.get("router")]
         self.clip = self._clip = o.clip
@@ -174,7 +176,9 @@ class Adjustments:
             "reset_moments": True,
             "no_balance_loss": m.experts is not None and m.experts.balance_loss > 0,
             "reset_bias": m.experts is not None and m.experts.bias_rate > 0,
-            **dict.fromkeys(("router_z_loss", "balance_loss", "router_rate"), m.experts is not None),
+            **dict.fromkeys(
+                ("hold_router", "router_z_loss", "balance_loss", "router_rate"), m.experts is not None
+            ),
         }
         self.possible = frozenset(
             possible_name for possible_name, is_possible in possible_names.items() if is_possible
@@ -210,6 +214,8 @@ class Adjustments:
                 expert_mlp.balance_weight = max(LEAST_BALANCE_LOSS, ROUTER_LOSS * experts.balance_loss)
             if "no_balance_loss" in names:
                 expert_mlp.balance_weight = 0.0
+        if self._routing is not None:
+            self._routing.hold_norms("hold_router" in names)
         for group in self._router_groups:
             group["lr_scale"] = ROUTER_RATE if "router_rate" in names else 1.0
         wants_clamp = "swiglu_clamp" in names

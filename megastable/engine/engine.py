@@ -120,13 +120,15 @@ class Engine:
         self.zero = wrap_optimizer(self.optimizer, self.ds, topology, self.device)
         if config.stability.enabled:
             self.zero.watch_hardware(config.stability.hardware)
-        self.routing = ExpertRouting(module, m, topology, self.device) if m.experts is not None else None
         self.clipping = self._attach()
+        self.routing = (
+            ExpertRouting(module, m, topology, self._flat, self.device) if m.experts is not None else None
+        )
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         clip_threshold = config.optimizer.qk_clip
         self.qk_clip = LogitClipping(module, m, topology, clip_threshold, self.device, p.is_ring)
         self.adjustments = Adjustments(
-            config, self.optimizer, self.loss, self.qk_clip, module, self.kernels.fp8
+            config, self.optimizer, self.loss, self.qk_clip, module, self.kernels.fp8, self.routing
         )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
@@ -397,12 +399,18 @@ class Engine:
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
         self.kept = self._clip(measured.grad_norm, measured.loss_scale)
+        clips_logits = self.qk_clip.threshold is not None
+        held_routing = self.routing if self.routing is not None and self.routing.caps is not None else None
         with contextlib.ExitStack() as update_context:
-            update_context.enter_context(self.zero.clipping_by(norm, self.qk_clip.threshold is not None))
-            if self.qk_clip.threshold is not None:
+            is_followed = clips_logits or held_routing is not None
+            update_context.enter_context(self.zero.clipping_by(norm, is_followed))
+            if clips_logits:
                 highest_logits = self.qk_clip.gather_highest_logits()
                 clipping_step = self.qk_clip.after_update(highest_logits, inner, self._flat)
                 update_context.enter_context(patches.replace_attribute(inner, "step", clipping_step))
+            if held_routing is not None:
+                held_step = held_routing.hold_after(inner)
+                update_context.enter_context(patches.replace_attribute(inner, "step", held_step))
             self._update_by_deepspeed(None)
         self.applied = bool(self.ds.was_step_applied())
 
@@ -507,7 +515,7 @@ class Engine:
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
         """Restore masters and the optimizer's state from `saved`, in place; call `refresh_weights` afterwards. Drops
-        gradients."""
+        gradients. What of the state belongs to an adjustment follows those of now."""
         self._wait_for_copies()
         shared = {name.removeprefix(SHARED): t for name, t in saved.items() if name.startswith(SHARED)}
         self.restore_shared_state(shared)
@@ -524,6 +532,7 @@ class Engine:
                 else:
                     on = master.device if value.dim() or inner.defaults.get("fused") else "cpu"
                     state[key] = value.to(on, copy=True)
+        self.adjustments.switch_to(self.adjustments.now)
 
     @torch.no_grad()
     def reset_moments(self) -> None:

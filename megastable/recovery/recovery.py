@@ -88,6 +88,8 @@ class Recovery:
         self.guard = StepJudge(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
         self.guard.policy.resume_from(state.step, state.updates)
         self.numerics = NumericsChoice(parts, self.guard)
+        # What begins or ends with them in the state must not look like a fault of the memory.
+        parts.engine.adjustments.switch_to(self.guard.policy.state.adjusted)
         self._before = self.guard.detector.state
         self.replays = Replays(parts.engine, self.config.run.deterministic)
         trend_watch = TrendWatch(self.config, parts.engine, parts.log)

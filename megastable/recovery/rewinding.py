@@ -512,6 +512,7 @@ class Rewinding:
         """What a remedy changes at once on the snapshot, which the engine holds; the rest follows from the policy at
         every step."""
         saved_state: RunState = snapshot.extra.state
+        self.engine.adjustments.switch_to(self.guard.policy.state.adjusted)
         if offer.name == "reset_bias":
             self.engine.reset_bias()
         if offer.name == "reset_moments":

@@ -15,7 +15,7 @@ from megastable.model.block_parts import gated
 from megastable.optim.schedule import scheduled_rate
 from megastable_guard.policy import ADJUSTED
 from tests.distributed import run_ranks
-from tests.engine.engines import are_same, build_engine, take_batch
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
 from tests.optim import trained
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
     "fp16": (1, {"precision": "fp16"}),
 }
-OF_ROUTERS = ("router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
+OF_ROUTERS = ("hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
 ALL = " ".join(name for name in ADJUSTED if name not in OF_ROUTERS)
 UNFOLLOWED = ("qk_clip", "swiglu_clamp")
 # What the recipe says in place of each adjustment.
@@ -139,6 +139,100 @@ def test_routers_learn_at_three_tenths_of_the_rate_and_nothing_else_does() -> No
     ((_, usual),) = run_ranks(1, train_routers, EXPERTS, [])
     for name, weight in usual.items():
         assert torch.equal(weight, slower[name]) != name.endswith(".router.weight"), name
+
+
+def grow_routers(engine: Any, factor: float) -> None:
+    """Something else than an update makes them larger."""
+    flat = engine.flat_state()
+    for f in flat.fragments:
+        if f.name.endswith(".router.weight"):
+            flat.view_piece(f, "weight").mul_(factor)
+    engine.refresh_weights()
+
+
+def find_norms(weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of the routers' weights."""
+    return {name: float(w.double().norm()) for name, w in weights.items() if name.endswith(".router.weight")}
+
+
+def train_held(given: dict[str, Any]) -> dict[str, Any]:
+    """Steps in which something else makes routers larger, with their norms held from the second on; the last ones again
+    on another engine; then without. What is wrong with them, by name, and the caps."""
+    engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}, **given))
+    first, *others = (take_batch(engine, batch) for batch in trained.batches()[:5])
+
+    def train_step(
+        micro_batches: list[Any], to: Any = engine, factor: float = 1.2
+    ) -> dict[str, torch.Tensor]:
+        """The weights after it."""
+        grow_routers(to, factor)
+        to.train_step(micro_batches, 1e-2, lambda m: m.finite)
+        return trained.copied(to.flat_state().gather_shards("weight"))
+
+    caps = find_norms(train_step(first))
+    start, begin_counters = trained.copied(engine.optimizer_state()), engine.read_counters()
+    free = train_step(others[0])
+    engine.restore_optimizer_state(start)
+    engine.restore_counters(begin_counters)
+    engine.refresh_weights()
+    engine.adjustments.switch_to(["hold_router"])
+    held = train_step(others[0])
+    # The same update, after which routers alone are scaled, here and in compute precision.
+    right = all(free[name].norm() > 1.1 * caps[name] for name in caps)
+    for name, weight in free.items():
+        factor = caps[name] / float(weight.double().norm()) if name in caps else 1.0
+        right &= torch.allclose(held[name], weight * factor, rtol=1e-6, atol=0)
+        right &= name in caps or torch.equal(held[name], weight)
+    gathered = copy_state(engine)
+    engine.refresh_weights()
+    right &= are_same(gathered, copy_state(engine))
+    # What is smaller stays so, to the bit: the norm is a limit.
+    smaller = find_norms(train_step(others[1], factor=0.5))
+    middle, counters = trained.copied(engine.optimizer_state()), engine.read_counters()
+    ends = [train_step(others[2], factor=3.0), train_step(others[3])]
+    other = build_engine(engine.config)
+    if given.get("zero") != 3:  # in either order, as a start from a checkpoint or from memory has it
+        other.adjustments.switch_to(["hold_router"])
+    other.restore_shared_state(
+        {n.removeprefix("shared/"): t for n, t in middle.items() if n.startswith("shared/")}
+    )
+    other.adjustments.switch_to(["hold_router"])
+    other.restore_optimizer_state(middle)
+    other.restore_counters(counters)
+    other.refresh_weights()
+    again = [train_step(others[2], other, 3.0), train_step(others[3], other)]
+    resumed = all(are_same(*pair) for pair in zip(ends, again, strict=True))
+    resumed &= are_same(copy_state(engine), copy_state(other))
+    # A state of before is held at its own norms, and one that was held is not held for good.
+    engine.restore_optimizer_state(start)
+    measured = [float(cap) for cap in engine.routing.caps]
+    engine.adjustments.switch_to([])
+    engine.restore_optimizer_state(middle)
+    engine.refresh_weights()
+    return {
+        "caps": caps, "measured": measured, "right": right, "smaller": smaller, "resumed": resumed,
+        "ends": [find_norms(end) for end in ends], "freed": find_norms(train_step(others[3], factor=3.0)),
+        "shared": sorted(engine.shared_state),
+        "routers": {name: weight for name, weight in ends[-1].items() if name in caps},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("ZeRO 2")
+def test_held_routers_grow_no_larger_whatever_makes_them_grow(layout: str) -> None:
+    world, given = LAYOUTS[layout]
+    ranks = run_ranks(world, train_held, given)
+    for rank in ranks:
+        blocks = [f"blocks.{layer}.mlp.router.weight" for layer in range(2)]
+        assert [rank["measured"][blocks.index(name)] for name in rank["caps"]] == pytest.approx(
+            [*rank["caps"].values()]
+        )
+        assert rank["caps"] and rank["right"] and rank["resumed"] and "experts/caps" not in rank["shared"]
+        for name, cap in rank["caps"].items():
+            assert rank["smaller"][name] < 0.7 * cap and rank["freed"][name] > 1.1 * cap
+            assert [end[name] for end in rank["ends"]] == pytest.approx([cap, cap], rel=1e-6)
+    if layout != "PP 2":
+        assert all(are_same(rank["routers"], ranks[0]["routers"]) for rank in ranks)
 
 
 def train_following(given: dict[str, Any], live: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:

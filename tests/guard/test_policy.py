@@ -283,7 +283,7 @@ def test_recurred_is_not_said_of_adjacent_trouble_nor_of_bad_data() -> None:
     assert not policy.has_recurred()
 
 
-ROUTERS = ["router_z_loss", "balance_loss", "no_balance_loss", "router_rate"]
+ROUTERS = ["hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate"]
 
 
 def test_offer_remedies_needs_a_jump_for_a_cap_and_fp8_and_kernels_to_leave_them() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drills.scenario import Fault, Plan
+from megastable.base.collectives import gather_objects
+from megastable.checkpoint import store
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried, SettingsAdjusted, TrendEvent
@@ -21,6 +24,8 @@ __all__ = ["easy"]
 
 AT, LAYER, EXPERT = 34, 1, 2
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "bias_rate": 0.001}
+LARGE = 1.0
+REMEDIES = ["hold_router", "router_rate"]
 PLACE = f"blocks.{LAYER}.mlp.experts.{EXPERT}"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -145,3 +150,64 @@ def test_harmless_data_with_gradients_that_grow_in_a_router_first_has_its_remedi
     (incident,) = incidents(run)
     assert (incident["cause"], incident["outcome"], incident["positions"]) == ("state", "healed", [])
     assert not incident["deferred"] and ".mlp.router is the first to grow" in incident["reasons"][0]
+
+
+def train_grown(config: RunConfig) -> int:
+    """Train; from step `AT` on something makes routers larger before every update, and, once the norm of one's piece is
+    above `LARGE`, moves a bias, and makes the head larger."""
+    trainer = trainer_of(config)
+    engine, real = trainer.engine, trainer.engine._apply_update
+
+    def grow(ending: str, factor: float) -> float:
+        """The largest norm, after it."""
+        flat = engine.flat_state()
+        pieces = [flat.view_piece(f, "weight") for f in flat.fragments if f.name.endswith(ending)]
+        norms = [float(piece.mul_(factor).norm()) for piece in pieces if piece is not None]
+        return max(gather_objects(max(norms, default=0.0)))
+
+    def apply_update(*given: Any) -> None:
+        is_late = engine.updates + 1 >= AT
+        grow("router.weight", 1.3 if is_late else 1.0)
+        real(*given)
+        if is_late and grow("router.weight", 1.0) > LARGE:
+            engine.routing.bias[LAYER, EXPERT] = -5.0
+            grow("head.weight", 1.1)
+        engine.refresh_weights()
+
+    engine._apply_update = apply_update
+    return trainer.train()
+
+
+@pytest.mark.slow
+def test_routers_that_grow_from_outside_are_held_and_a_resumed_run_holds_them_alike(
+    easy: Path, tmp_path: Path
+) -> None:
+    def at(run: str, steps: int) -> RunConfig:
+        """With a watch over the memory: what is held is no fault of it."""
+        made = experts_recipe(
+            easy, tmp_path / run, train={"steps": steps, "eval_samples": 0, "micro_batch": 4},
+            parallel={"zero": 2}, stability={"trends": {"start": 8}, "policy": {"remedies": REMEDIES}},
+            checkpoint={"interval": 20, "keep": 9},
+        )  # fmt: skip
+        tree = made.model_dump(exclude_unset=True)
+        tree["stability"]["hardware"] = {"state": True}
+        return RunConfig.model_validate(tree)
+
+    assert run_ranks(2, train_grown, at("straight", 80)) == [0, 0]
+    for steps in (60, 80):
+        assert run_ranks(2, train_grown, at("stopped", steps)) == [0, 0]
+    for run in (tmp_path / "straight", tmp_path / "stopped"):
+        (adjusted,) = RunDirectory(run).iterate_events(SettingsAdjusted)
+        assert adjusted["settings"] == ["hold_router"]
+        (incident,) = incidents(run)
+        assert (incident["cause"], incident["outcome"]) == ("state", "healed")
+    ends = [tmp_path / run / "checkpoints/step-80" for run in ("straight", "stopped")]
+    assert identical(*ends) >= 3
+    shared, other_shared = ((end / store.SHARED).read_bytes() for end in ends)
+    assert shared == other_shared and b"experts/caps" in shared
+    # From before the remedy, which the journal tells of.
+    run = tmp_path / "stopped"
+    for step in (40, 60, 80):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
+    assert run_ranks(2, train_grown, at("stopped", 80)) == [0, 0]
+    assert len(incidents(run)) == 1 and b"experts/caps" in (ends[1] / store.SHARED).read_bytes()

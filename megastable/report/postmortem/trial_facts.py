@@ -37,7 +37,7 @@ LABELS = {
     "reset_bias": "biases reset", "reset_moments": "moments reset", "clip": "tighter clipping",
     "z_loss": "larger z-loss", "beta2": "lower beta2",
     "cut_lr_twice": "rate cut twice", "qk_clip": "QK-clip", "swiglu_clamp": "clamped SwiGLU",
-    "other_kernels": "plain PyTorch", "router_z_loss": "larger z-loss of routers",
+    "other_kernels": "plain PyTorch", "hold_router": "held routers", "router_z_loss": "larger z-loss of routers",
     "balance_loss": "larger balance loss", "no_balance_loss": "no balance loss", "router_rate": "lower rate of routers",
 }  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross

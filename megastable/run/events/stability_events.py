@@ -422,8 +422,8 @@ class RateCut(Event):
 
 class SettingsAdjusted(Event):
     """A remedy changes how the run trains. settings: reset_bias, reset_moments (once), clip, qk_clip, z_loss,
-    router_z_loss, balance_loss, no_balance_loss, router_rate, beta2, swiglu_clamp (for the rest of the run;
-    engine/adjustments.py)."""
+    hold_router, router_z_loss, balance_loss, no_balance_loss, router_rate, beta2, swiglu_clamp (for the rest of the
+    run; engine/adjustments.py)."""
 
     NAME = "settings_adjusted"
     TOLD = "goes on otherwise{because}"
