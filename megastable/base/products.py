@@ -77,8 +77,9 @@ def differentiate_product(
     """The backward pass of `linear`, bit for bit: the gradients of x and w, where `needed`, from that of the result.
     That of x alone does not look at x."""
     rows = flatten_rows(gradient)  # once for both
+    x_shape = *gradient.shape[:-1], w.shape[1]  # also of an expert without a token
     return (
-        differentiate_input(rows, w, gradient.dtype).view(*gradient.shape[:-1], -1) if needed[0] else None,
+        differentiate_input(rows, w, gradient.dtype).view(x_shape) if needed[0] else None,
         differentiate_weight(rows, x, w) if needed[1] else None,
     )
 

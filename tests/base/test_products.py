@@ -23,7 +23,7 @@ def near(product: Tensor, exact: Tensor) -> None:
     assert torch.all((product.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4)
 
 
-@pytest.mark.parametrize("shape", [(5, 40), (7, 3, 40)])
+@pytest.mark.parametrize("shape", [(5, 40), (7, 3, 40), (0, 40)])
 def test_linear_is_rounded_once_forward_and_backward(native: bool, shape: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(1)
     x, w, up = (torch.randn(*s, generator=g).bfloat16() for s in (shape, (24, 40), (*shape[:-1], 24)))
