@@ -207,8 +207,10 @@ def game_balance(fault: Fault) -> None:
     scores do."""
     is_broken, real_choice = _lasting(fault), experts.choose_experts
 
-    def choose(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Routing:
-        routing = real_choice(logits, bias, config)
+    def choose(
+        logits: Tensor, bias: Tensor | None, config: ExpertsConfig, past_logits: Tensor | None = None
+    ) -> Routing:
+        routing = real_choice(logits, bias, config, past_logits)
         return routing._replace(scores=logits.sigmoid()) if is_broken() else routing
 
     experts.choose_experts = choose

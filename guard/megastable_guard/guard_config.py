@@ -139,8 +139,9 @@ class DetectorConfig(Section):
 
 # In the order of their intrusiveness.
 RemedyName = Literal[
-    "cap_lr", "rewarm", "reset_bias", "reset_moments", "clip", "qk_clip", "z_loss", "hold_router", "router_z_loss",
-    "balance_loss", "no_balance_loss", "router_rate", "beta2", "leave_fp8", "other_kernels", "swiglu_clamp", "cut_lr",
+    "cap_lr", "rewarm", "reset_bias", "past_routing", "reset_moments", "clip", "qk_clip", "z_loss", "hold_router",
+    "router_z_loss", "balance_loss", "no_balance_loss", "router_rate", "beta2", "leave_fp8", "other_kernels",
+    "swiglu_clamp", "cut_lr",
 ]  # fmt: skip
 
 
@@ -168,10 +169,11 @@ class PolicyConfig(Section):
     remedies: tuple[RemedyName, ...] = get_args(RemedyName)
     """What is tried where other data does not help, each in a branch from the same state: no more than the rate of the
     good state, if the rate jumped, or the limit that was lifted last; a warm-up from a tenth of the rate; biases of
-    experts of zero; the warm-up and moments of zero (SPAM, arXiv:2501.06842); clipping at a quarter of
-    `optimizer.clip`; QK-clip at 100; ten times the z-loss; no growth of routers' weights; ten times the z-loss of
-    routers, or their balance loss, or none, or three tenths of their rate; a lower beta2; no FP8; plain PyTorch in
-    place of all kernels; `model.swiglu_clamp` at 10; `cut_factor` times the rate. The least intrusive first."""
+    experts of zero; choices of experts by older weights of routers; the warm-up and moments of zero (SPAM,
+    arXiv:2501.06842); clipping at a quarter of `optimizer.clip`; QK-clip at 100; ten times the z-loss; no growth of
+    routers' weights; ten times the z-loss of routers, or their balance loss, or none, or three tenths of their rate; a
+    lower beta2; no FP8; plain PyTorch in place of all kernels; `model.swiglu_clamp` at 10; `cut_factor` times the rate.
+    The least intrusive first."""
     last_resort: Literal["train_on", "stop"] = "train_on"
     """Reaction when no remedy is left; `stop` ends the run with exit code 76."""
     cuts: NonNegativeInt = 3

@@ -38,7 +38,7 @@ TRIED, TRIED_SHARE = 1024, 0.02
 BLAMELESS = (Cause.STATE, Cause.MOMENTS, Cause.LEARNING_RATE)
 # Share of the rate at which it warms up again.
 REWARM_FROM = 0.1
-ONCE = ("reset_bias", "reset_moments")  # what a remedy begins again at once
+ONCE = ("reset_bias", "past_routing", "reset_moments")  # what a remedy changes at once in the state
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
@@ -576,6 +576,9 @@ class Policy:
                 return Remedy(Action.ADJUST, Cause.STATE, warmup_text)
             case "reset_bias":
                 return Remedy(Action.ADJUST, Cause.STATE, "the biases of all experts begin again at zero")
+            case "past_routing":
+                decision_reason = "for 64 updates experts are chosen by router weights of 8 to 16 updates ago"
+                return Remedy(Action.ADJUST, Cause.STATE, decision_reason)
             case "reset_moments":
                 s.rewarm = updates
                 decision_reason = f"the optimizer's moments begin again at zero, and {warmup_text}"

@@ -177,7 +177,8 @@ class Adjustments:
             "no_balance_loss": m.experts is not None and m.experts.balance_loss > 0,
             "reset_bias": m.experts is not None and m.experts.bias_rate > 0,
             **dict.fromkeys(
-                ("hold_router", "router_z_loss", "balance_loss", "router_rate"), m.experts is not None
+                ("past_routing", "hold_router", "router_z_loss", "balance_loss", "router_rate"),
+                m.experts is not None,
             ),
         }
         self.possible = frozenset(

@@ -549,6 +549,19 @@ class Engine:
         assert self.routing is not None, "adjustments.possible has it"
         self.routing.bias.zero_()
 
+    def choose_by_past(self) -> None:
+        """Have routers choose by older weights for some updates; collective."""
+        assert self.routing is not None, "adjustments.possible has it"
+        self.routing.choose_by_past()
+
+    def change_once(self, remedy: str) -> None:
+        """What a remedy of `ONCE` (megastable_guard/policy.py) changes at once in the state; collective."""
+        changes: dict[str, Callable[[], None]] = {
+            "reset_bias": self.reset_bias, "past_routing": self.choose_by_past, "reset_moments": self.reset_moments,
+        }  # fmt: skip
+        if remedy in changes:
+            changes[remedy]()
+
     def read_counters(self) -> dict[str, Any]:
         """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""
         return {

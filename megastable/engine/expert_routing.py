@@ -1,7 +1,10 @@
-"""What all routers chose in a step, and the bias that follows from it; the norms that their weights are held at. State
-outside of the optimizer, which moves once per applied update, from sums over all ranks, and is the same on every rank.
+"""What all routers chose in a step, and the bias that follows from it; the norms that their weights are held at; older
+weights that choose. State outside of the optimizer, which moves once per applied update, from sums over all ranks, and
+is the same on every rank.
 
-Source of the bias: arXiv:2408.15664, algorithm 1.
+Source of the bias: arXiv:2408.15664, algorithm 1. Choices by older weights: DeepSeek-V4's anticipatory routing
+(arXiv:2606.19348, section 4.2.3), of which the older weights are those of the whole model; here of the routers alone,
+which need no second forward pass.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from megastable.model.experts import ExpertMLP, count_columns
 from megastable.model.gpt import Block
 from megastable.optim.clipping import compute_factors
 from megastable.optim.pieces import sum_over_world
-from megastable.parallel.sharding import placement_of
+from megastable.parallel.sharding import Fragment, placement_of
 from megastable.parallel.topology import Topology
 
 PREFIX = "experts/"  # of its state among the shared state
 BIAS, CAPS = f"{PREFIX}bias", f"{PREFIX}caps"
+PAST, PAST_UPDATES = f"{PREFIX}past", f"{PREFIX}past_updates"
+# For how many updates older weights choose, and how many updates they are old at least, and at most twice as many.
+PAST_LENGTH, PAST_AGE = 64, 8
 
 
 class ExpertRouting:
@@ -31,7 +37,9 @@ class ExpertRouting:
 
     bias: fp32 [layers, experts], added to scores for the choice. shares: fp32 [layers, experts], of all choices in the
     last applied update's batch, for the balance loss over steps; even in the beginning. Dense layers have both, unused.
-    caps: fp64 [layers], the norms beyond which no router's weight grows; None: they may.
+    caps: fp64 [layers], the norms beyond which no router's weight grows; None: they may. past: fp32 [2, layers,
+    experts, hidden], weights that choose, and those that will next, for `past_updates` more, fp64 [1]; None: the
+    present ones do.
     """
 
     def __init__(
@@ -48,6 +56,11 @@ class ExpertRouting:
         self.bias = torch.zeros(table_size, dtype=torch.float32, device=device)
         self.shares = torch.full(table_size, 1 / config.experts.count, dtype=torch.float32, device=device)
         self.caps: Tensor | None = None
+        self.past: Tensor | None = None
+        self.past_updates = torch.zeros(1, dtype=torch.float64, device=device)
+        self._weight_size, self._weight_dtype = (
+            (*table_size, config.hidden), next(module.parameters()).dtype
+        )  # fmt: skip
         self.newest: Tensor | None = None  # sums of the last applied update's batch, also in a branch
         self._mlps: dict[int, ExpertMLP] = {}
         for part in module.modules():
@@ -98,6 +111,8 @@ class ExpertRouting:
                 has_choices, choice_counts / choice_counts.sum(1, keepdim=True).clamp_min(1), self.shares
             )
         )
+        if self.past is not None:
+            self._age_past(self.past)
 
     # Held norms
 
@@ -132,19 +147,51 @@ class ExpertRouting:
         """Norms of all routers' weights, of which the parts in these master buffers (by `id`) count: fp64 [layers].
         Collective over the world; all ranks get the same bits."""
         layer_squares = torch.zeros(len(self.bias), dtype=torch.float64, device=self.bias.device)
-        for layer, weight_piece, counted in self._view_weights(buffers):
-            if counted:
+        for layer, weight_piece, fragment in self._view_weights(buffers):
+            if fragment.counted:
                 layer_squares[layer] += torch.linalg.vector_norm(weight_piece, dtype=torch.float64).square()
         return sum_over_world(layer_squares).sqrt_()
 
-    def _view_weights(self, buffers: set[int]) -> list[tuple[int, Tensor, bool]]:
-        """Of this rank's pieces of routers' weights in these buffers: the layer, a view, and whether it counts here."""
+    def _view_weights(self, buffers: set[int]) -> list[tuple[int, Tensor, Fragment]]:
+        """This rank's pieces of routers' weights in these buffers: the layer, a view, and where it lies."""
         own_pieces = [(layer, f, self._flat.masters[f.group]) for layer, f in self._weights]
         return [
-            (layer, master.data.narrow(0, f.offset, f.numel), f.counted)
+            (layer, master.data.narrow(0, f.offset, f.numel), f)
             for layer, f, master in own_pieces
             if id(master) in buffers
         ]
+
+    # Choices by older weights
+
+    def choose_by_past(self) -> None:
+        """Have the weights of now choose in the next updates, and then those of some updates before each, as
+        `PAST_LENGTH` and `PAST_AGE` say. Collective over the world."""
+        self._set_past(self._gather_weights().repeat(2, 1, 1, 1))
+        self.past_updates.fill_(PAST_LENGTH)
+
+    def _age_past(self, past: Tensor) -> None:
+        """After an update. Collective over the world when the weights that choose change."""
+        self.past_updates -= 1
+        updates_left = int(self.past_updates)
+        if not updates_left:
+            self._set_past(None)
+        elif updates_left % PAST_AGE == 0:
+            past[0] = past[1]
+            past[1] = self._gather_weights()
+
+    def _set_past(self, past: Tensor | None) -> None:
+        self.past = past
+        for layer, mlp in self._mlps.items():
+            mlp.router.past = None if past is None else past[0, layer]
+
+    def _gather_weights(self) -> Tensor:
+        """The weights of all routers, as they compute with them, fp32 [layers, experts, hidden]. Collective over the
+        world."""
+        weight_table = torch.zeros(self._weight_size, dtype=torch.float32, device=self.bias.device).flatten(1)
+        for layer, weight_piece, f in self._view_weights({id(master) for master in self._flat.masters}):
+            if f.counted:
+                weight_table[layer, f.start : f.start + f.numel] = weight_piece
+        return sum_over_world(weight_table).to(self._weight_dtype).float().view(self._weight_size)
 
     # State
 
@@ -152,13 +199,15 @@ class ExpertRouting:
     def shared(self) -> dict[str, Tensor]:
         """Its state by name; the originals."""
         held_caps = {} if self.caps is None else {CAPS: self.caps}
-        return {BIAS: self.bias, f"{PREFIX}shares": self.shares} | held_caps
+        held_past = {} if self.past is None else {PAST: self.past, PAST_UPDATES: self.past_updates}
+        return {BIAS: self.bias, f"{PREFIX}shares": self.shares} | held_caps | held_past
 
     def restore_state(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with what `shared` had; from a state without experts, from the beginning."""
         self.bias.zero_()
         self.shares.fill_(1 / self._experts.count)
         self.caps = torch.empty_like(saved[CAPS], device=self.bias.device) if CAPS in saved else None
+        self._set_past(torch.empty_like(saved[PAST], device=self.bias.device) if PAST in saved else None)
         for name, held in self.shared.items():
             if name in saved:
                 held.copy_(saved[name])

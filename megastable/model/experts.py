@@ -19,6 +19,7 @@ layout drops the same.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +64,18 @@ class Routing(NamedTuple):
     logits: Tensor
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Routing:
-    """Route tokens by their logits, fp32 [..., experts]. bias: fp32 [experts], added to the scores for the choice."""
-    own_scores = logits.softmax(-1) if config.gate == "softmax" else logits.sigmoid()
+def choose_experts(
+    logits: Tensor, bias: Tensor | None, config: ExpertsConfig, past_logits: Tensor | None = None
+) -> Routing:
+    """Route tokens by their logits, fp32 [..., experts]. bias: fp32 [experts], added to the scores for the choice.
+    past_logits: of older weights, fp32 [..., experts], which choose instead; how much the chosen experts count, and so
+    all gradients, remain those of `logits`."""
+    score = partial(torch.softmax, dim=-1) if config.gate == "softmax" else torch.sigmoid
+    own_scores = score(logits)
     with torch.no_grad():
-        biased_scores = own_scores if bias is None else own_scores + bias
+        biased_scores = own_scores if past_logits is None else score(past_logits)
+        if bias is not None:
+            biased_scores = biased_scores + bias
         chosen_experts = biased_scores.topk(config.top_k, -1).indices
     choice_weights = own_scores.gather(-1, chosen_experts)
     if config.normalize:
@@ -158,16 +166,23 @@ def sort_by_expert(chosen: Tensor, experts: int, capacity: float | None) -> Disp
 
 
 class Router(nn.Module):
-    """Tokens [s, b, hidden] -> logits, fp32 [s, b, experts]. Under sequence parallelism of this rank's own tokens."""
+    """Tokens [s, b, hidden] -> logits, fp32 [s, b, experts]. Under sequence parallelism of this rank's own tokens.
+
+    past: older weights, fp32 [experts, hidden], that choose in training; the engine sets them."""
 
     def __init__(self, config: ModelConfig, experts: int, tp: TensorParallel, name: str) -> None:
         super().__init__()
         self.tp = tp if tp.sequence else TensorParallel()
         self.weight = nn.Parameter(torch.empty(experts, config.hidden))
         set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
+        self.past: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), share_weight(self.weight, self.tp).float())
+
+    @torch.no_grad()
+    def compute_past_logits(self, x: Tensor) -> Tensor | None:
+        return F.linear(x.float(), self.past) if self.training and self.past is not None else None
 
 
 class ExpertMLP(nn.Module):
@@ -217,7 +232,8 @@ class ExpertMLP(nn.Module):
     def forward(self, x: Tensor, measured: Tensor | None = None) -> Tensor:
         """measured: fp32 [2 experts + 4], gets the choices of every expert, the sums of its scores, and `TOTALS`, of
         this rank's part of the tokens. Written, not added to: a recomputation writes the same once more."""
-        routing = choose_experts(self.router(x), self.bias, self.config)
+        past_logits = self.router.compute_past_logits(x)
+        routing = choose_experts(self.router(x), self.bias, self.config, past_logits)
         own_counts = torch.bincount(routing.chosen.flatten(), minlength=self.config.count).float()
         choice_weights = routing.weights
         if torch.is_grad_enabled() and (router_loss := self._weigh_losses(routing, own_counts)) is not None:

@@ -389,10 +389,7 @@ class Trials:
                 engine.adjustments.switch_to(offer.policy.state.adjusted)
                 plain_kernels = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
                 engine.numerics.switch_to(replace(numerics, fp8=offer.policy.fp8, plain=plain_kernels))
-                if offer.name == "reset_bias":
-                    engine.reset_bias()
-                if offer.name == "reset_moments":
-                    engine.reset_moments()
+                engine.change_once(offer.name)
             trained_branch = train_branch(
                 engine.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
             )

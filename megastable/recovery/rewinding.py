@@ -513,10 +513,8 @@ class Rewinding:
         every step."""
         saved_state: RunState = snapshot.extra.state
         self.engine.adjustments.switch_to(self.guard.policy.state.adjusted)
-        if offer.name == "reset_bias":
-            self.engine.reset_bias()
+        self.engine.change_once(offer.name)
         if offer.name == "reset_moments":
-            self.engine.reset_moments()
             self.watches.tensors.state.begin_again()
         if offer.name in ONCE:
             # The snapshot has the old ones: a further rewind to it must not bring them back.

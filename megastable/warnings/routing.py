@@ -55,7 +55,9 @@ LASTING = {"expert_load": 8, "expert_idle": 16, "router_entropy": 8, "router_log
 warning."""
 OVER = 4
 BIAS = "expert_bias"  # the signal that one look is enough for
-TRIED = ("reset_bias", "hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
+TRIED = (
+    "reset_bias", "past_routing", "hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate",
+)  # fmt: skip
 """Remedies that are tried where the updates of the run change a router so. A lower rate of all would win any trial."""
 REMEDIES = {
     "expert_load": "a larger model.experts.balance_loss or bias_rate; a lower rate of the routers",

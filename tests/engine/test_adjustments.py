@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megastable.config.tree import RunConfig
-from megastable.engine import adjustments
+from megastable.engine import adjustments, expert_routing
 from megastable.engine.adjustments import CLIP, LEAST_Z_LOSS, lower_beta2
 from megastable.model.block_parts import gated
+from megastable.model.experts import Router
 from megastable.optim.schedule import scheduled_rate
+from megastable.parallel.sharding import placement_of
 from megastable_guard.policy import ADJUSTED
 from tests.distributed import run_ranks
 from tests.engine.engines import are_same, build_engine, copy_state, take_batch
@@ -26,7 +29,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
     "fp16": (1, {"precision": "fp16"}),
 }
-OF_ROUTERS = ("hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate")
+OF_ROUTERS = (
+    "past_routing",
+    "hold_router",
+    "router_z_loss",
+    "balance_loss",
+    "no_balance_loss",
+    "router_rate",
+)
 ALL = " ".join(name for name in ADJUSTED if name not in OF_ROUTERS)
 UNFOLLOWED = ("qk_clip", "swiglu_clamp")
 # What the recipe says in place of each adjustment.
@@ -158,7 +168,9 @@ def find_norms(weights: dict[str, torch.Tensor]) -> dict[str, float]:
 def train_held(given: dict[str, Any]) -> dict[str, Any]:
     """Steps in which something else makes routers larger, with their norms held from the second on; the last ones again
     on another engine; then without. What is wrong with them, by name, and the caps."""
-    engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}, **given))
+    # Several buffers, of which ZeRO 3 updates one after the other.
+    parts = {"sub_group_size": 2000} if given.get("zero") == 3 else {}
+    engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}, **given), **parts)
     first, *others = (take_batch(engine, batch) for batch in trained.batches()[:5])
 
     def train_step(
@@ -190,7 +202,7 @@ def train_held(given: dict[str, Any]) -> dict[str, Any]:
     smaller = find_norms(train_step(others[1], factor=0.5))
     middle, counters = trained.copied(engine.optimizer_state()), engine.read_counters()
     ends = [train_step(others[2], factor=3.0), train_step(others[3])]
-    other = build_engine(engine.config)
+    other = build_engine(engine.config, **parts)
     if given.get("zero") != 3:  # in either order, as a start from a checkpoint or from memory has it
         other.adjustments.switch_to(["hold_router"])
     other.restore_shared_state(
@@ -233,6 +245,66 @@ def test_held_routers_grow_no_larger_whatever_makes_them_grow(layout: str) -> No
             assert [end[name] for end in rank["ends"]] == pytest.approx([cap, cap], rel=1e-6)
     if layout != "PP 2":
         assert all(are_same(rank["routers"], ranks[0]["routers"]) for rank in ranks)
+
+
+def train_by_past(given: dict[str, Any], by_hand: bool) -> dict[str, Any]:
+    """Ten steps; after the first one older routers choose for six updates, by two to four updates: the engine's, or, by
+    hand, those of the weights that were kept for it."""
+    expert_routing.PAST_LENGTH, expert_routing.PAST_AGE = 6, 2
+    engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}, **given))
+    kept, dtype = list[dict[str, torch.Tensor]](), next(engine.ds.module.parameters()).dtype
+    # The kept weights that choose in every step, None: the present ones.
+    choosing = [None, 0, 0, 0, 0, 2, 2, None, None, None]
+
+    def compute_past_logits(self: Router, x: torch.Tensor) -> torch.Tensor | None:
+        if not self.training or (of := choosing[len(kept) - 1]) is None:
+            return None
+        with torch.no_grad():
+            return F.linear(x.float(), kept[1 + of][placement_of(self.weight).name].to(dtype).float())
+
+    if by_hand:
+        Router.compute_past_logits = compute_past_logits  # type: ignore[method-assign]
+    kept.append({})  # before the first step
+    numbers, right = [], True
+
+    def train_step(to: Any, number: int) -> tuple[Any, ...]:
+        batch = take_batch(to, trained.batches()[number])
+        evaluated = to.evaluate_samples(batch).tolist()
+        measured, _ = to.train_step(batch, 3e-2, lambda m: m.finite)
+        return evaluated, measured.loss, measured.grad_norm, measured.choices.tolist()
+
+    for number in range(10):
+        if number == 1 and not by_hand:
+            engine.choose_by_past()
+        if number == 4:
+            middle, counters = trained.copied(engine.optimizer_state()), engine.read_counters()
+            engine.train_step(take_batch(engine, trained.batches()[9]), 3e-2, lambda _: False)
+            right &= are_same(middle, engine.optimizer_state())
+        numbers.append(train_step(engine, number))
+        if by_hand:
+            kept.append(trained.copied(engine.flat_state().gather_shards("weight")))
+    if not by_hand:
+        other = build_engine(engine.config)
+        other.restore_optimizer_state(middle)
+        other.restore_counters(counters)
+        other.refresh_weights()
+        right &= [train_step(other, number) for number in range(4, 10)] == numbers[4:]
+        right &= are_same(copy_state(engine), copy_state(other))
+        engine.restore_optimizer_state(middle)
+        right &= "experts/past" in engine.shared_state
+    return {"numbers": numbers, "right": right}
+
+
+def train_by_past_twice(given: dict[str, Any]) -> list[dict[str, Any]]:
+    return [train_by_past(given, by_hand) for by_hand in (False, True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("ZeRO 2")
+def test_older_routers_choose_for_some_updates(layout: str) -> None:
+    world, given = LAYOUTS[layout]
+    for by_engine, by_hand in run_ranks(world, train_by_past_twice, given):
+        assert by_engine["numbers"] == by_hand["numbers"] and by_engine["right"]
 
 
 def train_following(given: dict[str, Any], live: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -168,6 +168,22 @@ def test_sigmoid_scores_that_are_all_zero_have_gradients() -> None:
     assert torch.isfinite(routing.scores).all() and torch.isfinite(gradient).all() and (gradient < 0).all()
 
 
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_past_logits_choose_and_the_present_ones_weigh_and_learn(gate: str) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], requires_grad=True)
+    past_logits = torch.tensor([[0.0, 1.0, 2.0, 1.5]], requires_grad=True)
+    config = make_mlp(count=4, normalize=False, gate=gate).config
+    routing = choose_experts(logits, None, config, past_logits)
+    assert routing.chosen.tolist() == [[2, 3]]
+    scores = logits.softmax(-1) if gate == "softmax" else logits.sigmoid()
+    assert torch.equal(routing.weights, scores[:, [2, 3]])
+    assert choose_experts(
+        logits, torch.tensor([0.0, 5.0, 0.0, 0.0]), config, past_logits
+    ).chosen.tolist() == [[1, 2]]
+    routing.weights.sum().backward()
+    assert logits.grad is not None and logits.grad[0, 2] > 0 and past_logits.grad is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), experts=st.integers(1, 6), choices=st.integers(1, 3), tokens=st.integers(1, 9))
 def test_choices_are_sorted_without_loss(

@@ -25,7 +25,6 @@ __all__ = ["easy"]
 AT, LAYER, EXPERT = 34, 1, 2
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 24, "bias_rate": 0.001}
 LARGE = 1.0
-REMEDIES = ["hold_router", "router_rate"]
 PLACE = f"blocks.{LAYER}.mlp.experts.{EXPERT}"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -152,9 +151,9 @@ def test_harmless_data_with_gradients_that_grow_in_a_router_first_has_its_remedi
     assert not incident["deferred"] and ".mlp.router is the first to grow" in incident["reasons"][0]
 
 
-def train_grown(config: RunConfig) -> int:
-    """Train; from step `AT` on something makes routers larger before every update, and, once the norm of one's piece is
-    above `LARGE`, moves a bias, and makes the head larger."""
+def train_grown(config: RunConfig, remedy: str) -> int:
+    """Train; from step `AT` on something moves a bias and makes the head larger, unless older routers choose; or it
+    makes routers larger before every update, and does that once the norm of one's piece is above `LARGE`."""
     trainer = trainer_of(config)
     engine, real = trainer.engine, trainer.engine._apply_update
 
@@ -167,9 +166,10 @@ def train_grown(config: RunConfig) -> int:
 
     def apply_update(*given: Any) -> None:
         is_late = engine.updates + 1 >= AT
-        grow("router.weight", 1.3 if is_late else 1.0)
+        grow("router.weight", 1.3 if is_late and remedy == "hold_router" else 1.0)
         real(*given)
-        if is_late and grow("router.weight", 1.0) > LARGE:
+        largest_norm, is_past = grow("router.weight", 1.0), engine.routing.past is not None
+        if is_late and (largest_norm > LARGE if remedy == "hold_router" else not is_past):
             engine.routing.bias[LAYER, EXPERT] = -5.0
             grow("head.weight", 1.1)
         engine.refresh_weights()
@@ -179,35 +179,39 @@ def train_grown(config: RunConfig) -> int:
 
 
 @pytest.mark.slow
-def test_routers_that_grow_from_outside_are_held_and_a_resumed_run_holds_them_alike(
-    easy: Path, tmp_path: Path
+@pytest.mark.parametrize("remedy", ["hold_router", "past_routing"])
+def test_a_remedy_in_the_state_of_routers_wins_and_a_resumed_run_goes_on_with_it(
+    remedy: str, easy: Path, tmp_path: Path
 ) -> None:
     def at(run: str, steps: int) -> RunConfig:
-        """With a watch over the memory: what is held is no fault of it."""
+        """With a watch over the memory: what a remedy changes is no fault of it."""
         made = experts_recipe(
             easy, tmp_path / run, train={"steps": steps, "eval_samples": 0, "micro_batch": 4},
-            parallel={"zero": 2}, stability={"trends": {"start": 8}, "policy": {"remedies": REMEDIES}},
+            parallel={"zero": 2}, stability={"trends": {"start": 8}, "policy": {"remedies": [remedy, "router_rate"]}},
             checkpoint={"interval": 20, "keep": 9},
         )  # fmt: skip
         tree = made.model_dump(exclude_unset=True)
         tree["stability"]["hardware"] = {"state": True}
         return RunConfig.model_validate(tree)
 
-    assert run_ranks(2, train_grown, at("straight", 80)) == [0, 0]
+    assert run_ranks(2, train_grown, at("straight", 80), remedy) == [0, 0]
     for steps in (60, 80):
-        assert run_ranks(2, train_grown, at("stopped", steps)) == [0, 0]
+        assert run_ranks(2, train_grown, at("stopped", steps), remedy) == [0, 0]
     for run in (tmp_path / "straight", tmp_path / "stopped"):
         (adjusted,) = RunDirectory(run).iterate_events(SettingsAdjusted)
-        assert adjusted["settings"] == ["hold_router"]
+        assert adjusted["settings"] == [remedy]
         (incident,) = incidents(run)
         assert (incident["cause"], incident["outcome"]) == ("state", "healed")
     ends = [tmp_path / run / "checkpoints/step-80" for run in ("straight", "stopped")]
     assert identical(*ends) >= 3
     shared, other_shared = ((end / store.SHARED).read_bytes() for end in ends)
-    assert shared == other_shared and b"experts/caps" in shared
+    kept = {"hold_router": b"experts/caps", "past_routing": b"experts/past"}[remedy]
+    assert shared == other_shared and kept in shared
+    if remedy == "past_routing":
+        return
     # From before the remedy, which the journal tells of.
     run = tmp_path / "stopped"
     for step in (40, 60, 80):
         shutil.rmtree(run / f"checkpoints/step-{step}")
-    assert run_ranks(2, train_grown, at("stopped", 80)) == [0, 0]
-    assert len(incidents(run)) == 1 and b"experts/caps" in (ends[1] / store.SHARED).read_bytes()
+    assert run_ranks(2, train_grown, at("stopped", 80), remedy) == [0, 0]
+    assert len(incidents(run)) == 1 and kept in (ends[1] / store.SHARED).read_bytes()

@@ -38,6 +38,7 @@ LABELS = {
     "z_loss": "larger z-loss", "beta2": "lower beta2",
     "cut_lr_twice": "rate cut twice", "qk_clip": "QK-clip", "swiglu_clamp": "clamped SwiGLU",
     "other_kernels": "plain PyTorch", "hold_router": "held routers", "router_z_loss": "larger z-loss of routers",
+    "past_routing": "choices by older routers",
     "balance_loss": "larger balance loss", "no_balance_loss": "no balance loss", "router_rate": "lower rate of routers",
 }  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross

@@ -421,9 +421,9 @@ class RateCut(Event):
 
 
 class SettingsAdjusted(Event):
-    """A remedy changes how the run trains. settings: reset_bias, reset_moments (once), clip, qk_clip, z_loss,
-    hold_router, router_z_loss, balance_loss, no_balance_loss, router_rate, beta2, swiglu_clamp (for the rest of the
-    run; engine/adjustments.py)."""
+    """A remedy changes how the run trains. settings: reset_bias, reset_moments (once), past_routing (for 64 updates),
+    clip, qk_clip, z_loss, hold_router, router_z_loss, balance_loss, no_balance_loss, router_rate, beta2, swiglu_clamp
+    (for the rest of the run; engine/adjustments.py)."""
 
     NAME = "settings_adjusted"
     TOLD = "goes on otherwise{because}"

@@ -345,10 +345,7 @@ def _try(
     """Train a branch, measure it, and go back."""
     bar.set_description(candidate.name)
     run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8, candidate.leaves_kernels)
-    if candidate.resets_moments:
-        run.engine.reset_moments()
-    if candidate.resets_bias:
-        run.engine.reset_bias()
+    run.engine.change_once(candidate.name)
     first, began = run.first_rate(data.batches[0]), run.start.updates
     recorded = as_recorded(case)
 

@@ -64,8 +64,6 @@ class Candidate:
     about: str
     change_rate: ChangeRate = keep_rate
     adjustment: str = ""
-    resets_moments: bool = False
-    resets_bias: bool = False
     leaves_fp8: bool = False
     leaves_kernels: bool = False
 
@@ -88,8 +86,9 @@ def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Can
         Candidate(OTHER_DATA, "harmless samples in the places of the suspects"),
         Candidate("cap_lr", "the rate no higher than at first", lambda usual, _, first: min(usual, first)),
         Candidate("rewarm", rewarm_text, warm_up),
-        Candidate("reset_bias", "the biases of all experts begin again at zero", resets_bias=True),
-        Candidate("reset_moments", reset_text, warm_up, resets_moments=True),
+        Candidate("reset_bias", "the biases of all experts begin again at zero"),
+        Candidate("past_routing", "experts are chosen by router weights of 8 to 16 updates ago"),
+        Candidate("reset_moments", reset_text, warm_up),
         *(
             Candidate(name, about.removesuffix(" for the rest of the run"), adjustment=name)
             for name, about in ADJUSTED.items()
