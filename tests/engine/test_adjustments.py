@@ -168,8 +168,8 @@ def find_norms(weights: dict[str, torch.Tensor]) -> dict[str, float]:
 def train_held(given: dict[str, Any]) -> dict[str, Any]:
     """Steps in which something else makes routers larger, with their norms held from the second on; the last ones again
     on another engine; then without. What is wrong with them, by name, and the caps."""
-    # Several buffers, of which ZeRO 3 updates one after the other.
-    parts = {"sub_group_size": 2000} if given.get("zero") == 3 else {}
+    # A buffer for every parameter, of which ZeRO 3 updates one after the other.
+    parts = {"sub_group_size": 1} if given.get("zero") == 3 else {}
     engine = build_engine(trained.recipe({}, model={"experts": EXPERTS}, **given), **parts)
     first, *others = (take_batch(engine, batch) for batch in trained.batches()[:5])
 
