@@ -33,9 +33,11 @@ from megastable_guard.policy import ADJUSTED, ONCE, Offer
 from megastable_guard.step_judge import StepJudge
 from megastable_guard.trials import (
     COMPRESSED,
+    GAIN,
     HARM,
     NOTHING,
     OTHER_DATA,
+    TOLERANCE,
     WITHOUT_BAD,
     WITHOUT_CORPUS,
     BranchLosses,
@@ -279,7 +281,9 @@ class Trials:
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         end_losses = {branch_name: branch.measured for branch_name, branch in branches.items()}
-        trial = run_on_first(lambda: choose_remedy(end_losses, len(batches)))
+        trial = run_on_first(
+            lambda: choose_remedy(end_losses, len(batches), TOLERANCE if needs_harm else GAIN)
+        )
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)
         facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}

@@ -179,6 +179,19 @@ def test_the_least_intrusive_that_is_clearly_better_wins(levels: dict[str, float
     assert chosen(**levels) == name
 
 
+def test_a_remedy_of_what_was_named_before_must_gain_less() -> None:
+    branches = {
+        NOTHING: at(0.008),
+        OTHER_DATA: at(0.02),
+        "rewarm": at(0.007),
+        "clip": at(0.0),
+        "cut_lr": at(-0.004),
+    }
+    assert choose_remedy(branches, 26).chosen == NOTHING
+    assert choose_remedy(branches, 26, GAIN).chosen == "clip"
+    assert choose_remedy({**branches, "clip": at(0.004)}, 26, GAIN).chosen == "cut_lr"
+
+
 def test_what_is_not_clear_is_no_win() -> None:
     branches = {NOTHING: at(0.05), OTHER_DATA: at(0.05), "cut_lr": at(0.0, noise=1.0)}
     assert not choose_remedy(branches, 26).has_remedy
