@@ -185,7 +185,7 @@ def test_a_remedy_of_what_was_named_before_must_gain_less() -> None:
         OTHER_DATA: at(0.02),
         "rewarm": at(0.007),
         "clip": at(0.0),
-        "cut_lr": at(-0.004),
+        "cut_lr": at(-0.001),
     }
     assert choose_remedy(branches, 26).chosen == NOTHING
     assert choose_remedy(branches, 26, GAIN).chosen == "clip"
