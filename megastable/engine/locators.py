@@ -112,8 +112,13 @@ def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[T
 
 def find_first_growth(good: Sizes, now: Sizes) -> Growth | None:
     """Where the tensors of `now` are first `GROWN` times as large as in `good`, in the order of computing: forward,
-    then backward. None: nowhere."""
-    sizes = {place: size for place, size in good.items() if 0 < size < math.inf}
+    then backward. Not of the gradients of a routed expert's weights, which are sums over as many tokens as have chosen
+    it. None: nowhere."""
+    sizes = {
+        place: size
+        for place, size in good.items()
+        if 0 < size < math.inf and not (".mlp.experts." in place.layer and place.tensor == "weight gradient")
+    }
     ratios = {place: now.get(place, 0.0) / size for place, size in sizes.items()}
     grown_places = sorted(place for place, ratio in ratios.items() if ratio >= GROWN)
     if not grown_places:

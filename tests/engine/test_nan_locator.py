@@ -19,7 +19,7 @@ import torch
 from megastable.config.tree import RunConfig
 from megastable.engine import locators
 from megastable.engine.flatstate import KINDS
-from megastable.engine.locators import _FirstBad
+from megastable.engine.locators import TensorPlace, _FirstBad, find_first_growth
 from megastable.engine.patches import replace_attribute
 from megastable.model.cores import Core
 from megastable.model.gpt import Block
@@ -287,6 +287,21 @@ def test_see_keeps_what_comes_first() -> None:
         watch.see_tensor(bad, micro_batch, backward, layer, "output")
     watch.see_tensor(fine, 0, False, "embedding", "input")
     assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", 1 + len(seen))
+
+
+def test_an_expert_that_more_tokens_choose_has_not_grown() -> None:
+    expert = f"{LAST}.mlp.experts.0.down"
+    summed, other = (
+        TensorPlace(True, depth, 1, layer, tensor)
+        for depth, layer, tensor in ((-2, expert, "weight gradient"), (-1, "blocks.0", "output gradient"))
+    )
+    good = {summed: 1.0, other: 1.0}
+    assert find_first_growth(good, {summed: 90.0, other: 1.0}) is None
+    growth = find_first_growth(good, {summed: 90.0, other: 9.0})
+    assert growth is not None and growth.first == growth.last == other
+    given = summed._replace(tensor="input gradient")
+    growth = find_first_growth(good | {given: 1.0}, {given: 8.0, other: 9.0})
+    assert growth is not None and growth.first == given
 
 
 def lose_numbers(real: Any, x: torch.Tensor) -> torch.Tensor:
