@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ Bools = npt.NDArray[np.bool_]
 
 SURE = 3.0  # standard errors of a mean difference, beyond which it is clear
 HARM = 0.01  # nats: smaller costs are those of another choice of control
-GAIN = 0.005  # nats of the data to come, at least, for suspects that pay, and for remedies of what was named before
+GAIN = 0.005  # nats of the data to come, at least, for suspects that pay, and for remedies that end a warning
 LEARNT = 0.05  # nats, at least: other text of the same language teaches a little
 GUESSING = 0.95  # of the entropy of guessing, above which a loss shows no knowledge
 HELD_OUT = 64  # most suspects that neither branch is trained on
@@ -355,23 +355,25 @@ def harms_anyway(control: Floats, before: Floats) -> bool:
     return mean_harm > max(HARM, SURE * harm_error)
 
 
-def choose_remedy(branches: Mapping[str, Floats], steps: int, least: float = TOLERANCE) -> RemedyTrial:
+def choose_remedy(branches: Mapping[str, Floats], steps: int, healing: Collection[str] = ()) -> RemedyTrial:
     """The branch to go on with.
 
     Args:
         branches: losses of the data to come at the end of each, [n] nats, by name, the least intrusive first; those of
             `NOTHING` and `OTHER_DATA` among them.
         steps: their length.
-        least: nats that a remedy must gain, and that another must be behind to be passed by.
+        healing: in whose branches what was warned of is over. That is evidence of its own: of these a smaller gain is
+            enough.
     """
     best_name = min(branches, key=lambda name: _level(branches[name]))
     without_remedy = min((NOTHING, OTHER_DATA), key=lambda name: _level(branches[name]))
     for branch_name, losses in branches.items():
         mean_gain, gain_error = mean_difference(branches[without_remedy], losses)
-        if branch_name not in (NOTHING, OTHER_DATA) and not mean_gain > max(least, SURE * gain_error):
+        least_gain = GAIN if branch_name in healing else HARM
+        if branch_name not in (NOTHING, OTHER_DATA) and not mean_gain > max(least_gain, SURE * gain_error):
             continue
         mean_behind, behind_error = mean_difference(losses, branches[best_name])
-        if mean_behind <= max(least, SURE * behind_error):
+        if mean_behind <= max(GAIN if best_name in healing else TOLERANCE, SURE * behind_error):
             return RemedyTrial(branch_name, mean_gain, gain_error, steps)
     return RemedyTrial(without_remedy, 0.0, 0.0, steps)
 

@@ -33,11 +33,9 @@ from megastable_guard.policy import ADJUSTED, ONCE, Offer
 from megastable_guard.step_judge import StepJudge
 from megastable_guard.trials import (
     COMPRESSED,
-    GAIN,
     HARM,
     NOTHING,
     OTHER_DATA,
-    TOLERANCE,
     WITHOUT_BAD,
     WITHOUT_CORPUS,
     BranchLosses,
@@ -157,11 +155,13 @@ class Trials:
         return self._compare(start, partial(self._try_suspects, found, start))
 
     def try_remedies(
-        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool = True
-    ) -> RemedyTrial | None:
+        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool = True,
+        heals: Callable[[], bool] = lambda: False,
+    ) -> RemedyTrial | None:  # fmt: skip
         """Try remedies with the data as it was, against none, and against other data in the place of the window; over
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
-        enough, if it `needs_harm`, or there is nothing to compare."""
+        enough, if it `needs_harm`, or there is nothing to compare. heals: whether what was warned of is over, asked at
+        the end of a remedy's branch."""
         trial_outlook, policy = start.outlook, self.guard.policy
         possible = self.engine.adjustments.possible
         offers = [offer for offer in offers if offer.name not in ADJUSTMENTS or offer.name in possible]
@@ -173,7 +173,7 @@ class Trials:
             offers = offers[:-1]
         if not offers:
             return None
-        return self._compare(start, partial(self._try_remedies, offers, start, needs_harm))
+        return self._compare(start, partial(self._try_remedies, offers, start, needs_harm, heals))
 
     def try_corpus(self, corpus: str, bad: Sequence[int], start: TrialStart) -> CorpusTrial | None:
         """Try the data as it comes without a corpus, against the same without its bad samples alone. bad: their
@@ -252,8 +252,9 @@ class Trials:
         return SuspectsTrial(trial, run_on_first(lambda: harms_anyway(coming.control, before)))
 
     def _try_remedies(
-        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool, outlook: Outlook
-    ) -> RemedyTrial | None:
+        self, offers: Sequence[Offer], start: TrialStart, needs_harm: bool, heals: Callable[[], bool],
+        outlook: Outlook,
+    ) -> RemedyTrial | None:  # fmt: skip
         snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
         steps = self._count_steps(start, outlook)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps, steps)
@@ -279,11 +280,17 @@ class Trials:
                 return None
         tried.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
-        branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
+        healing_names = list[str]()
+        for offer in offers:
+
+            def measure_end() -> tuple[bool, Floats]:
+                return heals(), self.laboratory.measure_losses(ahead)
+
+            trained, (is_healed, end_loss) = self._train(snapshot, batches, measure_end, offer)
+            branches[offer.name] = trained._replace(measured=end_loss)
+            healing_names += [offer.name] * is_healed
         end_losses = {branch_name: branch.measured for branch_name, branch in branches.items()}
-        trial = run_on_first(
-            lambda: choose_remedy(end_losses, len(batches), TOLERANCE if needs_harm else GAIN)
-        )
+        trial = run_on_first(lambda: choose_remedy(end_losses, len(batches), healing_names))
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)
         facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}

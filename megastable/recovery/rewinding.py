@@ -376,7 +376,9 @@ class Rewinding:
             if remedies and past_snapshot is not None and found_again is not None:
                 window = self.points.steps_since(change.before + 1)
                 trial_start = TrialStart(window, past_snapshot, left_out, trial_outlook)
-                if (rewound_state := self._mend_change(change, done, trial_start, remedies)) is not None:
+                if (
+                    rewound_state := self._mend_change(change, done, trial_start, remedies, measure)
+                ) is not None:
                     return rewound_state
             self.points.restore_snapshot(present_state)
             accept()
@@ -392,15 +394,18 @@ class Rewinding:
         return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), trial_start, begin_time)
 
     def _mend_change(
-        self, change: Change[T], done: StepResult, start: TrialStart, remedies: Collection[str]
-    ) -> RunState | None:
+        self, change: Change[T], done: StepResult, start: TrialStart, remedies: Collection[str],
+        measure: Callable[[], T],
+    ) -> RunState | None:  # fmt: skip
         """Try remedies for what the run's own steps make again, from the snapshot that the engine holds, whether or not
         other data helps as well. The state that the run goes on from if one wins; None: the policy is as it was."""
         begin_time, guard_policy, state = time.perf_counter(), self.guard.policy, done.state
         state_before = guard_policy.state.model_copy(deep=True)
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, change.before + 1, change.reason, on_trend=False)
         decision = guard_policy.undo_steps(finding, change.reason)
-        chosen_offer, why_chosen = self._try_named(remedies, start)
+        chosen_offer, why_chosen = self._try_named(
+            remedies, start, lambda: bool(find_least([not change.is_repeated(measure())])[0])
+        )
         if chosen_offer is None or not decision.action.rewinds:
             guard_policy.state = state_before.model_copy(update={"tried": guard_policy.state.tried})
             return None
@@ -414,12 +419,14 @@ class Rewinding:
         )
         return self._undo(decision, state, conclusion, all_harmless, begin_time, chosen_remedy)
 
-    def _try_named(self, names: Collection[str], start: TrialStart) -> tuple[Offer | None, str]:
+    def _try_named(
+        self, names: Collection[str], start: TrialStart, heals: Callable[[], bool] = lambda: False
+    ) -> tuple[Offer | None, str]:
         """The remedy, of those of `names`, that is clearly better than nothing and than other data, whether or not that
-        helps as well, and why; None: none is."""
+        helps as well, and why; None: none is. heals: see `Trials.try_remedies`."""
         every_offer = self.guard.policy.offer_remedies(start.snapshot.extra.state.updates, None, None)
         own_offers = [offer for offer in every_offer if offer.name in names]
-        trial = self.trials.try_remedies(own_offers, start, needs_harm=False)
+        trial = self.trials.try_remedies(own_offers, start, needs_harm=False, heals=heals)
         if trial is None:
             return None, ""
         return next((offer for offer in own_offers if offer.name == trial.chosen), None), trial.reason

@@ -54,6 +54,7 @@ LASTING = {"expert_load": 8, "expert_idle": 16, "router_entropy": 8, "router_log
 """By signal, how many judged updates in a row a number must be beyond its limit; `OVER` times as many within it end the
 warning."""
 OVER = 4
+LONGER = 2  # times as long as a place has been beyond its limit before, it must be for a warning
 BIAS = "expert_bias"  # the signal that one look is enough for
 TRIED = (
     "reset_bias", "past_routing", "hold_router", "router_z_loss", "balance_loss", "no_balance_loss", "router_rate",
@@ -172,7 +173,8 @@ class Routed:
 
 class RoutingHistory(_State):
     """State for checkpoints and snapshots. updates: judged. levels, scatters: of `Routed.table`. streaks: by signal and
-    place. standing: what was warned of and is not over, its text by signal and place. bias: at its last look, at
+    place. standing: what was warned of and is not over, its text by signal and place. passed: the longest that a place
+    was beyond its limit before, in updates, if that is long enough to tell. bias: at its last look, at
     `bias_step`, and how many updates ago; not saved, as a rewind or a restart may change it on purpose."""
 
     updates: int = 0
@@ -180,6 +182,7 @@ class RoutingHistory(_State):
     scatters: list[list[float]] = []
     streaks: dict[str, Streak] = {}
     standing: dict[str, str] = {}
+    passed: dict[str, int] = {}
     bias: list[list[float]] = Field(default=[], exclude=True)
     bias_age: int = Field(default=0, exclude=True)
     bias_step: int = Field(default=0, exclude=True)
@@ -223,14 +226,16 @@ class RoutingHistory(_State):
             layer, usual = routed.layers[row].layer, float(levels[row, first_column + column])
             place_name = f"{signal} {layer} {column}"
             if ((row, column) in beyond_places) == (place_name in self.standing):
-                self.streaks.pop(place_name, None)
+                ended_streak = self.streaks.pop(place_name, None)
+                if ended_streak is not None and place_name not in self.standing:
+                    self._pass_streak(place_name, ended_streak.length)
                 continue
             own_streak = self.streaks.setdefault(place_name, Streak(first=step, length=0, usual=usual))
             own_streak.length += 1
             if place_name in self.standing:
                 if own_streak.length >= OVER * LASTING[signal]:
                     del self.standing[place_name], self.streaks[place_name]
-            elif own_streak.length >= LASTING[signal] and (
+            elif own_streak.length >= max(LASTING[signal], LONGER * self.passed.get(place_name, 0)) and (
                 signal != "expert_idle" or own_streak.length * own_streak.usual * mean_choices >= EXPECTED
             ):
                 expert = column if signal.startswith("expert") else None
@@ -240,9 +245,17 @@ class RoutingHistory(_State):
                     signal, layer, expert, own_streak.first, step, own_streak.usual, value_now, sign_severity
                 )
                 self.standing[place_name] = new_sign.reason
+                self._pass_streak(place_name, own_streak.length)
                 del self.streaks[place_name]
                 found_signs.append(new_sign)
         return found_signs
+
+    def _pass_streak(self, place: str, length: int) -> None:
+        """A place was beyond its limit for some updates, and came back by itself, or was warned of: what needs as many
+        again is no news, as of an expert for a language that comes in bursts."""
+        least_telling = LASTING[place.split()[0]] // LONGER
+        if length > max(least_telling, self.passed.get(place, 0)):
+            self.passed[place] = length
 
     def _judge_bias(self, step: int, routed: Routed, bias_rate: float) -> list[RoutingSign]:
         """Biases that have moved farther than the updates since the last look may have moved them."""
@@ -281,7 +294,7 @@ class RoutingHistory(_State):
 
     def begin_again(self) -> None:
         """What comes is of another kind, on purpose: what was usual is forgotten."""
-        self.updates, self.levels, self.scatters, self.streaks, self.bias = 0, [], [], {}, []
+        self.updates, self.levels, self.scatters, self.streaks, self.passed, self.bias = 0, [], [], {}, {}, []
 
 
 def _first_column(signal: str, experts: int) -> int:

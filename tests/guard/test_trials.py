@@ -179,7 +179,7 @@ def test_the_least_intrusive_that_is_clearly_better_wins(levels: dict[str, float
     assert chosen(**levels) == name
 
 
-def test_a_remedy_of_what_was_named_before_must_gain_less() -> None:
+def test_a_remedy_that_ends_a_warning_must_gain_less() -> None:
     branches = {
         NOTHING: at(0.008),
         OTHER_DATA: at(0.02),
@@ -188,8 +188,10 @@ def test_a_remedy_of_what_was_named_before_must_gain_less() -> None:
         "cut_lr": at(-0.001),
     }
     assert choose_remedy(branches, 26).chosen == NOTHING
-    assert choose_remedy(branches, 26, GAIN).chosen == "clip"
-    assert choose_remedy({**branches, "clip": at(0.004)}, 26, GAIN).chosen == "cut_lr"
+    assert choose_remedy(branches, 26, ["clip", "cut_lr"]).chosen == "clip"
+    assert choose_remedy(branches, 26, ["rewarm", "clip"]).chosen == NOTHING  # the best one does not end it
+    assert choose_remedy({**branches, "cut_lr": at(0.01)}, 26, ["clip"]).chosen == "clip"
+    assert choose_remedy({**branches, "clip": at(0.004)}, 26, ["clip", "cut_lr"]).chosen == "cut_lr"
 
 
 def test_what_is_not_clear_is_no_win() -> None:

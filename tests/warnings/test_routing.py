@@ -98,6 +98,25 @@ def test_another_language_is_no_sign(seed: int) -> None:
     assert judge(routers, AT + 150, switch) == []
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_an_expert_that_is_busy_in_bursts_is_told_of_hardly_more_than_once(seed: int) -> None:
+    """One for a language that comes in a tenth of the batches, up to 24 in a row."""
+    routers, left = Routers(seed), 0
+    usual, busy = routers.shares.copy(), routers.shares.copy()
+    busy[1, 3], usual[1, 3] = 50.0, 0.0
+
+    def alternate(step: int) -> None:
+        nonlocal left
+        if left == 0 and routers.chance.random() < 1 / 120:
+            left = int(routers.chance.integers(2, 25))
+        routers.shares = busy if left else usual
+        left = max(0, left - 1)
+
+    told = judge(routers, 6000, alternate)
+    assert len([sign for sign in told if sign.signal == "expert_load" and sign.expert == 3]) <= 2
+    assert len(told) <= 6
+
+
 def crowd(routers: Routers) -> None:
     routers.shares[1, 3] = 100.0
 
