@@ -293,7 +293,7 @@ class Trials:
         trial = run_on_first(lambda: choose_remedy(end_losses, len(batches), healing_names))
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)
-        facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}
+        facts = {"chosen": trial.chosen, "healed": healing_names, "steps": len(batches), "tokens": tokens}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
         return trial
 

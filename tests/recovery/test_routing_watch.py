@@ -116,7 +116,7 @@ def test_what_the_steps_make_again_is_mended_by_the_remedy_that_wins(easy: Path,
                             model={"layers": 2, "experts": EXPERTS | {"balance_loss": 0.01}})  # fmt: skip
     assert run_ranks(1, train_gamed, config) == [0]
     (trial,) = RunDirectory(run).iterate_events(BranchesTried)
-    assert trial["chosen"] == "no_balance_loss"
+    assert trial["chosen"] == "no_balance_loss" and trial["healed"] == ["no_balance_loss"]
     (incident,) = incidents(run)
     assert (incident["verdict"], incident["cause"], incident["outcome"]) == ("damage", "state", "healed")
     assert PLACE in incident["reasons"][0] and not incident["positions"] and not incident["deferred"]

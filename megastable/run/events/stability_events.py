@@ -294,8 +294,8 @@ class BranchesTried(Event):
     Where suspects were tried, suspects: how many; cost: the difference of the branch with them; learnt: by how many
     nats others of them are easier at its end; verdict: new, bad, mixed or noise (guard: trials.py); damaged: the
     state where the run stands is worse than both. Where remedies were tried, chosen: the name of a branch
-    (guard: trials.py); tokens: ids of those that were rare until then, the most frequent first; also where the
-    run was tried without a corpus, with the name of that corpus.
+    (guard: trials.py); healed: those in which what was warned of is over; tokens: ids of those that were rare until
+    then, the most frequent first; also where the run was tried without a corpus, with the name of that corpus.
     """
 
     NAME = "branches_tried"
@@ -306,6 +306,7 @@ class BranchesTried(Event):
     suspects: Whole
     verdict: Text
     chosen: Text
+    healed: Items
     tokens: Items
     corpus: Text
     cost: Real
