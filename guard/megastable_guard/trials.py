@@ -265,12 +265,14 @@ TOLERANCE = 0.01  # nats: smaller differences are those of another choice of sam
 @dataclass(frozen=True)
 class RemedyTrial:
     """What branches with remedies have shown. chosen: the name of a branch. gain: nats by which the data to come is
-    easier after it than after the better of the branches without a remedy, with its standard error."""
+    easier after it than after the better of the branches without a remedy, with its standard error. persists: whether
+    what was warned of is still there after other data, which therefore is no such branch."""
 
     chosen: str
     gain: float
     gain_error: float
     steps: int
+    persists: bool = False
 
     @property
     def has_remedy(self) -> bool:
@@ -282,7 +284,8 @@ class RemedyTrial:
             return f"{self.steps} steps from the same state: no remedy is clearly better than {self.chosen}"
         return (
             f"{self.steps} steps from the same state, with the same data: with this remedy the data to come is "
-            f"{self.gain:.3f} ± {self.gain_error:.3f} nats easier than without any, and with other data"
+            f"{self.gain:.3f} ± {self.gain_error:.3f} nats easier than without any, "
+            f"{'which other data does not mend' if self.persists else 'and with other data'}"
         )
 
 
@@ -362,19 +365,27 @@ def choose_remedy(branches: Mapping[str, Floats], steps: int, healing: Collectio
         branches: losses of the data to come at the end of each, [n] nats, by name, the least intrusive first; those of
             `NOTHING` and `OTHER_DATA` among them.
         steps: their length.
-        healing: in whose branches what was warned of is over. That is evidence of its own: of these a smaller gain is
-            enough.
+        healing: in whose branches what was warned of is over. That is evidence of its own: of remedies that end it a
+            smaller gain is enough, other data that does not is no rival, and what ends with nothing needs none.
     """
+    if NOTHING in healing:
+        return RemedyTrial(NOTHING, 0.0, 0.0, steps)
+    persists = bool(healing) and OTHER_DATA not in healing
+    if persists:
+        branches = {
+            branch_name: losses for branch_name, losses in branches.items() if branch_name != OTHER_DATA
+        }
     best_name = min(branches, key=lambda name: _level(branches[name]))
-    without_remedy = min((NOTHING, OTHER_DATA), key=lambda name: _level(branches[name]))
+    rival_names = branches.keys() & {NOTHING, OTHER_DATA}
+    without_remedy = min(sorted(rival_names), key=lambda name: _level(branches[name]))
     for branch_name, losses in branches.items():
         mean_gain, gain_error = mean_difference(branches[without_remedy], losses)
         least_gain = GAIN if branch_name in healing else HARM
-        if branch_name not in (NOTHING, OTHER_DATA) and not mean_gain > max(least_gain, SURE * gain_error):
+        if branch_name not in rival_names and not mean_gain > max(least_gain, SURE * gain_error):
             continue
         mean_behind, behind_error = mean_difference(losses, branches[best_name])
         if mean_behind <= max(GAIN if best_name in healing else TOLERANCE, SURE * behind_error):
-            return RemedyTrial(branch_name, mean_gain, gain_error, steps)
+            return RemedyTrial(branch_name, mean_gain, gain_error, steps, persists)
     return RemedyTrial(without_remedy, 0.0, 0.0, steps)
 
 

@@ -161,7 +161,7 @@ class Trials:
         """Try remedies with the data as it was, against none, and against other data in the place of the window; over
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
         enough, if it `needs_harm`, or there is nothing to compare. heals: whether what was warned of is over, asked at
-        the end of a remedy's branch."""
+        the end of each branch."""
         trial_outlook, policy = start.outlook, self.guard.policy
         possible = self.engine.adjustments.possible
         offers = [offer for offer in offers if offer.name not in ADJUSTMENTS or offer.name in possible]
@@ -262,13 +262,22 @@ class Trials:
         if not fillers.size:
             return None
         before, ahead = self.laboratory.measure_losses(outlook.positions), outlook.positions
-        tried = self.guard.policy.state
+        tried, healing_names = self.guard.policy.state, list[str]()
+
+        def measure_end() -> tuple[bool, Floats]:
+            return heals(), self.laboratory.measure_losses(ahead)
+
+        def train_by_name(
+            name: str, own_batches: Sequence[Int64s], offer: Offer | None = None
+        ) -> TrainedBranch:
+            tried.tried += steps
+            trained, (is_healed, end_losses) = self._train(snapshot, own_batches, measure_end, offer)
+            healing_names.extend([name] * is_healed)
+            return trained._replace(measured=end_losses)
 
         def train_on(other: Int64s) -> TrainedBranch:
             """A branch on other data throughout: what follows the window may be bad as well."""
-            tried.tried += steps
-            other_batches = replace_samples(batches, np.concatenate(batches), other)
-            return self._train_and_measure(snapshot, other_batches, ahead)
+            return train_by_name(OTHER_DATA, replace_samples(batches, np.concatenate(batches), other))
 
         control = train_on(fillers[-sum(batch.size for batch in batches) :])
         if needs_harm and not run_on_first(lambda: harms_anyway(control.measured, before)):
@@ -278,17 +287,8 @@ class Trials:
             fresh = train_on(outlook.others)
             if not run_on_first(lambda: harms_anyway(fresh.measured, before)):
                 return None
-        tried.tried += (len(offers) + 1) * steps
-        branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
-        healing_names = list[str]()
-        for offer in offers:
-
-            def measure_end() -> tuple[bool, Floats]:
-                return heals(), self.laboratory.measure_losses(ahead)
-
-            trained, (is_healed, end_loss) = self._train(snapshot, batches, measure_end, offer)
-            branches[offer.name] = trained._replace(measured=end_loss)
-            healing_names += [offer.name] * is_healed
+        branches = {NOTHING: train_by_name(NOTHING, batches), OTHER_DATA: control}
+        branches |= {offer.name: train_by_name(offer.name, batches, offer) for offer in offers}
         end_losses = {branch_name: branch.measured for branch_name, branch in branches.items()}
         trial = run_on_first(lambda: choose_remedy(end_losses, len(batches), healing_names))
         texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))

@@ -191,6 +191,11 @@ def test_a_remedy_that_ends_a_warning_must_gain_less() -> None:
     assert choose_remedy(branches, 26, ["clip", "cut_lr"]).chosen == "clip"
     assert choose_remedy(branches, 26, ["rewarm", "clip"]).chosen == NOTHING  # the best one does not end it
     assert choose_remedy({**branches, "cut_lr": at(0.01)}, 26, ["clip"]).chosen == "clip"
+    assert choose_remedy(branches, 26, ["clip", "cut_lr", NOTHING]).chosen == NOTHING  # ends by itself
+    other = {**branches, OTHER_DATA: at(0.002)}
+    trial = choose_remedy(other, 26, ["clip", "cut_lr"])
+    assert trial.chosen == "clip" and trial.reason.endswith("which other data does not mend")
+    assert choose_remedy(other, 26, ["clip", "cut_lr", OTHER_DATA]).chosen == OTHER_DATA
     assert choose_remedy({**branches, "clip": at(0.004)}, 26, ["clip", "cut_lr"]).chosen == "cut_lr"
 
 
