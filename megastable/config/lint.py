@@ -160,8 +160,15 @@ def lint_numerics(c: RunConfig) -> Iterator[Hint]:
 
 
 def lint_structure(c: RunConfig) -> Iterator[Hint]:
-    """Norms and initialisation, attention, dropout."""
+    """Experts, norms and initialisation, attention, dropout."""
     m = c.model
+    if m.experts is not None and not (m.experts.bias_rate or m.experts.balance_loss):
+        yield Hint(
+            "model.experts.bias_rate=0",
+            "with model.experts.balance_loss=0 nothing balances the experts, and a few may get all tokens",
+            "arXiv:1701.06538, section 4",
+            "model.experts.bias_rate=0.001, or model.experts.balance_loss=0.01",
+        )
     if m.norms == "deep" and m.init != "xavier":
         yield Hint(
             f"model.init={m.init}",

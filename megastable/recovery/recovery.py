@@ -327,6 +327,8 @@ class Recovery:
         newest_sign = routing_watch.newest
         if newest_sign is None or done.state.step < routing_watch.state.pause.end or not self.points.may_look:
             return None
+        if guard_policy.is_waiting(done.state.step):
+            return None
         if not guard_policy.may_look_back(done.state.step, newest_sign.since, self.points.oldest):
             return None
         return self.rewinding.undo_change(

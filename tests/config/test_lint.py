@@ -89,6 +89,14 @@ def test_lint_speaks_at_the_edge_of_every_rule(
     assert told.startswith(f"{key}={written.removesuffix('.0')}: ")
 
 
+def test_lint_speaks_where_nothing_balances_the_experts() -> None:
+    for balance in ({"bias_rate": 1e-9}, {"balance_loss": 1e-9}):
+        experts = {"count": 8, "bias_rate": 0, "balance_loss": 0} | balance
+        assert hints(model={"experts": experts}) == []
+    (hint,) = hints(model={"experts": {"count": 8, "bias_rate": 0, "balance_loss": 0}})
+    assert hint.startswith("model.experts.bias_rate=0: ") and "nothing balances the experts" in hint
+
+
 def test_lint_has_an_edge_of_every_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hint that is never given would go unnoticed."""
     written, spoken = set[int](), set[int]()
@@ -103,6 +111,7 @@ def test_lint_has_an_edge_of_every_hint(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rules, "Hint", record_hint)
     data_warmup = {"start": 32, "tokens": RunConfig.model_validate(HEALTHY).tokens}
     others = [  # with tests of their own below, and what no single key does
+        ({}, "model.experts", None, {"count": 8, "bias_rate": 0, "balance_loss": 0}, ""),
         ({"optimizer": {"lr": 2.0}}, "optimizer.weight_decay", None, 0.5, ""),
         ({"optimizer": {"lr": 3e-2}}, "schedule.warmup_steps", None, 1, ""),
         *(({}, f"train.{kind}_warmup", None, data_warmup, "") for kind in ("batch", "sequence")),
