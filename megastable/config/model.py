@@ -103,7 +103,7 @@ class ExpertsConfig(Section):
     """Factor of these scores."""
     bias_rate: NonNegativeFloat = 1e-3
     """After each update a bias, which only the choice of experts sees, grows by this for every expert with fewer tokens
-    than the mean, and falls for the others (arXiv:2408.15664); 0: it stays as it is, without a checkpoint at 0."""
+    than the mean, and falls for the others (arXiv:2408.15664); 0: it stays as it is, in a new run at 0."""
     balance_loss: NonNegativeFloat = 1e-2
     """Weight of the loss that is 1 if all experts have as many tokens (arXiv:2101.03961); 0: none."""
     balance_over: Literal["micro_batch", "step"] = "micro_batch"
