@@ -4,7 +4,7 @@
 # what became of the noise and where everything is.
 #
 #   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=150 run.dir=runs/short (noise: step 120)
-#   bash launch/quickstart.sh model.experts='{count: 8, top_k: 2, ffn: 384}' run.dir=runs/experts     a mixture of experts
+#   bash launch/quickstart.sh model.experts='{count: 8, top_k: 2, ffn: 384, bias_rate: 0}' run.dir=runs/experts  experts
 #   bash launch/quickstart.sh data.corpora='[{path: data/stdlib}]' run.dir=runs/clean     without the noise
 #
 # Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.

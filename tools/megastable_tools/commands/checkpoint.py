@@ -241,7 +241,7 @@ def export_weights(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> N
 )
 def upcycle_run(
     checkpoint: Checkpoint, out: Out, overrides: Overrides = None,
-    noise: Annotated[float, typer.Option(min=0, help="Added to experts, in units of each matrix's rms")] = 0.0,
+    noise: Annotated[float, typer.Option(min=0, help="Noise added to experts, as a share of each matrix's rms")] = 0.0,
     as_json: Json = False
 ) -> None:  # fmt: skip
     """Make OUT, a run whose experts are copies or slices of a dense MLP (arXiv:2212.05055, arXiv:2410.07524).

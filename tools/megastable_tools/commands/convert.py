@@ -27,7 +27,8 @@ NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not compare logits
 DropBias = Annotated[
     bool,
     typer.Option(
-        "--drop-expert-bias", help="Without the bias of the choice of experts, if the class has none"
+        "--drop-expert-bias",
+        help="Leave out the bias with which experts are chosen, if the architecture has none",
     ),
 ]
 Accept = Annotated[list[str] | None, typer.Option(help="Ignore this key of config.json; repeatable")]
