@@ -251,6 +251,6 @@ class CourtDrill(Drill[CaseOutcome]):
         )
 
 
-def list_cases() -> list[str]:
-    """All scenarios with their titles."""
-    return [f"{court_case.name}: {court_case.title}" for court_case in CASES]
+def list_cases(names: Sequence[str]) -> list[str]:
+    """Scenarios by name, without names all, with their titles. Raises ConfigError."""
+    return [f"{court_case.name}: {court_case.title}" for court_case in choose_cases(names)]

@@ -73,9 +73,10 @@ def references(chosen: Sequence[Scenario]) -> list[Scenario]:
     ]
 
 
-def list_scenarios() -> list[str]:
-    """All scenarios with their titles."""
-    return [f"{one_scenario.name}: {one_scenario.title}" for one_scenario in EVERY]
+def list_scenarios(names: Sequence[str]) -> list[str]:
+    """Scenarios by name or group, without names all, with their titles. Raises ConfigError."""
+    listed_scenarios = choose_scenarios(names) if names else EVERY
+    return [f"{one_scenario.name}: {one_scenario.title}" for one_scenario in listed_scenarios]
 
 
 def _each(cell: Callable[[Score], object]) -> Callable[[Sequence[Score]], str]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drills import court_scenarios
+from drills.court import list_cases
 from drills.court_scenarios import (
     LENGTH,
     Places,
@@ -15,6 +16,7 @@ from drills.court_scenarios import (
     move_tokens,
     write_corpus,
 )  # fmt: skip
+from drills.learning import list_scenarios
 from megastable.base.errors import DataError
 from megastable.config.tree import CorpusConfig
 from megastable.data.corpora import open_corpora
@@ -74,3 +76,12 @@ def test_drill_court_refuses_bad_input(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message in refusal(arguments, tmp_path, monkeypatch)
+
+
+def test_what_is_listed_is_what_is_asked_for() -> None:
+    assert list_cases(["switch"]) == ["switch: prose, then code"] and len(list_cases([])) > 10
+    assert [line.split(":")[0] for line in list_scenarios(["nan-expert", "experts-burst"])] == [
+        "nan-expert",
+        "experts-burst",
+    ]
+    assert len(list_scenarios(["experts"])) == 8 < len(list_scenarios([]))

@@ -122,17 +122,16 @@ def run_drill(
     elif kind == COURT:
         from drills.court import CourtDrill, list_cases
 
+        case_names = [*chosen_names, *filter(None, only.split(","))]
         if listed:
-            return print("\n".join(list_cases()))
-        drill = CourtDrill(
-            [*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control, tuple(settings or ())
-        )
+            return print("\n".join(list_cases(case_names)))
+        drill = CourtDrill(case_names, read_seeds(seeds), control, tuple(settings or ()))
     else:
         from drills.learning import LearningDrill, list_scenarios
         from drills.stage import Stage
 
         if listed:
-            return print("\n".join(list_scenarios()))
+            return print("\n".join(list_scenarios(chosen_names)))
         stage = Stage(Path(), 0, ranks=ranks, layers=layers, text=text, settings=tuple(settings or ()))
         drill = LearningDrill(chosen_names, read_seeds(seeds), stage, control, jobs, quick)
     conduct_drill(drill, keep, as_json, output)
