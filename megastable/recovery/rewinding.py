@@ -370,9 +370,7 @@ class Rewinding:
 
         repeated = self.trials.unless_unreadable(state.step, repeat_from_snapshot)
         past_snapshot, found_again = repeated or (None, None)
-        # What is measured in a rank's own memory may be repeated on one rank alone.
-        own_repeat = found_again is None or change.is_repeated(found_again)
-        if past_snapshot is None or found_again is None or not find_least([not own_repeat])[0]:
+        if past_snapshot is None or found_again is None or not _is_gone(change, found_again):
             if remedies and past_snapshot is not None and found_again is not None:
                 window = self.points.steps_since(change.before + 1)
                 trial_start = TrialStart(window, past_snapshot, left_out, trial_outlook)
@@ -403,9 +401,7 @@ class Rewinding:
         state_before = guard_policy.state.model_copy(deep=True)
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, change.before + 1, change.reason, on_trend=False)
         decision = guard_policy.undo_steps(finding, change.reason)
-        chosen_offer, why_chosen = self._try_named(
-            remedies, start, lambda: bool(find_least([not change.is_repeated(measure())])[0])
-        )
+        chosen_offer, why_chosen = self._try_named(remedies, start, lambda: _is_gone(change, measure()))
         if chosen_offer is None or not decision.action.rewinds:
             guard_policy.state = state_before.model_copy(update={"tried": guard_policy.state.tried})
             return None
@@ -643,3 +639,9 @@ def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
     if found.bad_positions:
         return Conclusion(Cause.STATE, [], found.suspects, remedy_reason)
     return replace(found, reason=f"{found.reason}; {remedy_reason}")
+
+
+def _is_gone(change: Change[T], found: T) -> bool:
+    """Whether a change is found again on no rank: what is measured in a rank's own memory may be on one alone.
+    Collective."""
+    return bool(find_least([not change.is_repeated(found)])[0])
